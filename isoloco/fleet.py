@@ -1,0 +1,204 @@
+"""The fleet: what an outer round needs of the other replicas, and the two fleets that need no network.
+
+A fleet holds one or more *local* replicas. ``VirtualFleet`` holds all of them in one process (a simulation),
+``SoloFleet`` holds the only one there is, ``TorchFTFleet`` (torchft_fleet.py) holds one of many machines' groups.
+A round is written once, against this protocol; so what a simulation runs is what a real run runs.
+
+Every verb takes and returns one entry per local replica, in the order of ``local_replica_ids``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class FleetError(RuntimeError):
+    """Talking to the other replicas failed. Nothing is lost: the round can be repeated with those who remain."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A replica that came to a meeting, and what it published there."""
+
+    replica_id: int
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Who is here. ``members`` are sorted by replica id; all of them see the same list.
+
+    ``wait_seconds``: how long this replica waited for the last member; ``quorum_seconds``: what agreeing on the
+    list cost after that.
+    """
+
+    members: tuple[Member, ...]
+    wait_seconds: float = 0.0
+    quorum_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One side of a transfer with one peer: what to send to it and the buffer to fill from it, either may be None."""
+
+    peer: int
+    send: Tensor | None = None
+    receive: Tensor | None = None
+
+
+class Handle(Protocol[T_co]):
+    """A communication under way."""
+
+    def wait(self) -> T_co:
+        """The result. Raises FleetError if the communication failed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Done(Generic[T]):
+    """The handle of a communication that is already over."""
+
+    value: T
+
+    def wait(self) -> T:
+        return self.value
+
+
+class Fleet(Protocol):
+    """The replicas of a run, as seen by the ones that live here.
+
+    ``device``: where the tensors of a communication must live. ``num_bytes_sent`` and ``num_bytes_received`` count
+    what went over the network since the start.
+    """
+
+    @property
+    def local_replica_ids(self) -> Sequence[int]:
+        """The replicas that live here, sorted."""
+        ...
+
+    device: torch.device
+    num_bytes_sent: int
+    num_bytes_received: int
+
+    def meet(self, metadata: Sequence[Mapping[str, Any]]) -> Meeting:
+        """Publish one JSON-ready mapping per local replica, wait for the others, and see who is here.
+
+        The members of a meeting are the ones that ``sum``, ``gather``, ``transfer`` and ``vote`` work with until the
+        next meeting. Raises FleetError if no meeting came about.
+        """
+        ...
+
+    def sum(self, tensors: Sequence[Tensor]) -> Handle[list[Tensor]]:
+        """Sum over all members, added in replica order in the tensors' dtype: the same bits everywhere."""
+        ...
+
+    def gather(self, tensors: Sequence[Tensor]) -> Handle[list[list[Tensor]]]:
+        """Every member's tensor (equal shapes), in replica order, for each local replica."""
+        ...
+
+    def transfer(self, transfers: Sequence[Transfer | None]) -> Handle[None]:
+        """Send to or receive from one peer; None for a local replica that sits it out."""
+        ...
+
+    def agree(self, ok: bool) -> bool:
+        """Whether ``ok`` holds on every rank of the local replicas. A collective of the own group alone."""
+        ...
+
+    def vote(self, ok: bool) -> bool:
+        """Whether the round may be applied: True only if every rank of every member said ok.
+
+        Every meeting whose members are used ends with exactly one vote, which all ranks reach.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the fleet."""
+        ...
+
+
+class VirtualFleet:
+    """All replicas of a run in one process (and, if the model is sharded, in the ranks of one process group)."""
+
+    def __init__(
+        self,
+        replica_ids: Sequence[int],
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not replica_ids or len(set(replica_ids)) != len(replica_ids):
+            raise ValueError(f"a fleet needs one or more different replica ids, got {list(replica_ids)}")
+        self.local_replica_ids = sorted(replica_ids)
+        self.device = torch.device(device)
+        self.num_bytes_sent = 0
+        self.num_bytes_received = 0
+        self._group = group
+
+    def meet(self, metadata: Sequence[Mapping[str, Any]]) -> Meeting:
+        return Meeting(tuple(Member(*pair) for pair in zip(self.local_replica_ids, metadata, strict=True)))
+
+    def sum(self, tensors: Sequence[Tensor]) -> Handle[list[Tensor]]:
+        total = sum_in_order(tensors)
+        return Done([total] * len(tensors))
+
+    def gather(self, tensors: Sequence[Tensor]) -> Handle[list[list[Tensor]]]:
+        return Done([list(tensors)] * len(tensors))
+
+    def transfer(self, transfers: Sequence[Transfer | None]) -> Handle[None]:
+        by_replica = dict(zip(self.local_replica_ids, transfers, strict=True))
+        for mine in transfers:
+            if mine is not None and mine.receive is not None:
+                theirs = by_replica[mine.peer]
+                assert theirs is not None, "both sides of a transfer must agree"
+                assert theirs.send is not None, "both sides of a transfer must agree"
+                mine.receive.copy_(theirs.send)
+        return Done(None)
+
+    def agree(self, ok: bool) -> bool:
+        return agree_in_group(ok, self._group)
+
+    def vote(self, ok: bool) -> bool:
+        return self.agree(ok)
+
+    def close(self) -> None:
+        pass
+
+
+def SoloFleet(  # noqa: N802 - the name of a fleet, built like one
+    replica_id: int = 0, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> VirtualFleet:
+    """The fleet of a run that has one replica: a VirtualFleet of one."""
+    return VirtualFleet([replica_id], group=group, device=device)
+
+
+def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
+    """Left-to-right sum of equally shaped tensors: an order that every fleet keeps, so that all get the same bits."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total.add_(tensor)
+    return total
+
+
+def agree_in_group(ok: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether ``ok`` holds on all ranks of the process group (None: this process alone)."""
+    if group is None:
+        return ok
+    flag = torch.tensor([1 if ok else 0], dtype=torch.int32)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+    return bool(flag.item())
+
+
+def same_in_group(value: T, group: dist.ProcessGroup | None) -> T:
+    """Rank 0's value on every rank of the process group (None: this process alone). The value is pickled."""
+    if group is None:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, group_src=0, group=group)
+    return values[0]

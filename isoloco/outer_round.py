@@ -1,0 +1,588 @@
+"""The outer round: how replicas that trained alone for H steps become one model again.
+
+A round, in order: every group shows who it is and what it has (admission.py); groups that are behind receive the
+run's state (healing.py); the pseudo-gradients are averaged on copies over those who count; each averaged matrix is
+corrected; all vote; and only after the vote does anything change: outer step, ledger, the replicas' parameters.
+A round that fails at any point before the vote is repeated with the same pseudo-gradients and whoever is left.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from isoloco import healing
+from isoloco.admission import (
+    Publication,
+    StrangerError,
+    reason_to_wait,
+    round_to_restore,
+    sort_out,
+    strangers,
+)
+from isoloco.buckets import Piece, cut_into_buckets, num_elements
+from isoloco.digest import counted_here, digest
+from isoloco.fleet import Fleet, FleetError, same_in_group
+from isoloco.ledger import Ledger
+from isoloco.outer_optimizer import OuterOptimizer
+from isoloco.spectrum import stable_rank
+
+logger = logging.getLogger("isoloco")
+
+
+class NonFiniteError(ValueError):
+    """No replica has a finite pseudo-gradient: the run has diverged."""
+
+
+@dataclass
+class RoundReport:
+    """What one meeting did. ``committed`` is False for one that only agreed on the reference parameters.
+
+    ``registered`` counts the groups the run is configured for (or more, if more came), ``alive`` those at the
+    meeting, ``participants`` those whose pseudo-gradient counted. ``seconds``: quorum, exchange, orthogonalize, apply,
+    wait, heal. ``loss``: mean over the participants' tokens of this round; ``tokens``: how many these were.
+    ``pseudo_gradient_norm`` and ``cosine`` (of one's own to the mean): per local replica id.
+    ``stable_rank``: (before, after) correction, the median over matrices. ``ledger``: rows to keep.
+    ``missed``: reports' records of rounds that this group was healed over. ``reset_inner``: replica ids whose inner
+    optimizer state is spoilt.
+    """
+
+    round: int
+    step: int
+    committed: bool
+    registered: int
+    alive: int
+    participants: list[int]
+    weights: dict[int, float]
+    digest: str
+    seconds: dict[str, float]
+    bytes_sent: int
+    bytes_received: int
+    retries: int
+    healed_from: int | None
+    loss: float
+    tokens: int
+    pseudo_gradient_norm: dict[int, float] = field(default_factory=dict)
+    cosine: dict[int, float] = field(default_factory=dict)
+    stable_rank: tuple[float, float] | None = None
+    ledger: list[dict[str, Any]] = field(default_factory=list)
+    missed: list[dict[str, Any]] = field(default_factory=list)
+    reset_inner: list[int] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        """What of the round every group keeps, to tell a group that missed it. JSON-ready."""
+        return {
+            "round": self.round,
+            "step": self.step,
+            "participants": self.participants,
+            "digest": self.digest,
+            "tokens": self.tokens,
+            "alive": self.alive,
+            "registered": self.registered,
+            "ledger": self.ledger,
+        }
+
+
+class OuterRule(Protocol):
+    """What happens between inner steps; the only thing that a trainer calls."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last round is committed."""
+        ...
+
+    def start(self) -> RoundReport:
+        """Meet the others before the first inner step; afterwards all replicas hold the same parameters."""
+        ...
+
+    def after_step(self, num_tokens: Sequence[int], loss_sums: Sequence[float | Tensor]) -> RoundReport | None:
+        """Count one inner step of every local replica; hold a round if one is due and return its report.
+
+        ``num_tokens`` and ``loss_sums``: per local replica, of this step, over the whole replica group.
+        """
+        ...
+
+
+class OuterRound:
+    """The rule of DiLoCo, IsoLoCo and their relatives: all groups meet every ``sync_steps`` steps and share θ.
+
+    Args:
+        fleet: the replicas of the run.
+        replicas: for each local replica its parameters, name -> tensor (plain or DTensor, any float dtype).
+        make_optimizer: builds the outer optimizer over (name, θ) pairs; θ and its state are fp32 on the host.
+        ledger: the run's ledger; all groups start with equal ones.
+        sync_steps, total_steps: H, and the number of inner steps of the whole schedule (the last round may be
+            shorter than H). Must be equal in all groups, except that ``total_steps`` may be raised for a new start.
+        samples_per_step: how many samples one group reads per inner step.
+        config: JSON-ready mapping of everything that must be equal in all groups.
+        weights: ``"uniform"``, or ``"tokens"`` (tokens since the last agreed θ).
+        num_replica_groups, min_replica_size: groups of the run, and how many must be alive to commit.
+        group: the process group of the local replicas' ranks (None: this process alone).
+        bucket_bytes: size of the buffers that travel.
+        start_wait_seconds: how long a start from checkpoints waits for missing groups.
+        max_retries: failed attempts at one round before giving up.
+        restorable_rounds, restore: the checkpoints that exist, and how to load one: called with a round number, it
+            must put the state back through ``load_state_dict``.
+        lost: the run's files tell of rounds that no checkpoint here holds.
+        waiting_hint: what to tell a person while groups are missing.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        replicas: Sequence[Iterable[tuple[str, Tensor]]],
+        make_optimizer: Callable[[Iterable[tuple[str, Tensor]]], OuterOptimizer],
+        ledger: Ledger,
+        *,
+        sync_steps: int,
+        total_steps: int,
+        samples_per_step: int,
+        config: Mapping[str, Any],
+        weights: str = "uniform",
+        num_replica_groups: int = 1,
+        min_replica_size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = 256 * 2**20,
+        start_wait_seconds: float = 60.0,
+        max_retries: int = 20,
+        restorable_rounds: Sequence[int] = (),
+        restore: Callable[[int], None] | None = None,
+        lost: bool = False,
+        waiting_hint: str = "",
+    ) -> None:
+        if sync_steps < 1 or total_steps < 1:
+            raise ValueError(f"sync_steps and total_steps must be at least 1, got {sync_steps} and {total_steps}")
+        if weights not in ("uniform", "tokens"):
+            raise ValueError(f"weights must be 'uniform' or 'tokens', got {weights!r}")
+        self.fleet = fleet
+        self.replicas = [dict(replica) for replica in replicas]
+        self.names = list(self.replicas[0])
+        self.reference = {name: host_copy(parameter) for name, parameter in self.replicas[0].items()}
+        self.optimizer = make_optimizer(self.reference.items())
+        self.ledger = ledger
+        self.round = 0
+        self.step = 0
+        self.run_id = ""
+        self.committed_tokens = 0
+        self.history: list[dict[str, Any]] = []  # records of the committed rounds, as far as this group knows them
+        self._sync_steps = sync_steps
+        self._total_steps = total_steps
+        self._samples_per_step = samples_per_step
+        self._config = dict(config)
+        self._weights = weights
+        self._num_replica_groups = num_replica_groups
+        self._min_replica_size = min_replica_size
+        self._group = group
+        self._bucket_size = max(1, bucket_bytes // 4)
+        self._start_wait_seconds = start_wait_seconds
+        self._max_retries = max_retries
+        self._restorable_rounds = list(restorable_rounds)
+        self._restore = restore
+        self._lost = lost
+        self._waiting_hint = waiting_hint
+        self._started = same_in_group(time.time(), group)
+        self._started_monotonic = time.monotonic()
+        self._cold = True
+        self._start_phase(num_replicas=len(self.replicas), may_count=False)
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self._total_steps
+
+    @property
+    def steps_in_phase(self) -> int:
+        """How many inner steps lie between the last meeting and the next."""
+        return max(0, min(self._sync_steps, self._total_steps - self.step))
+
+    def start(self) -> RoundReport:
+        return self._meet()
+
+    def after_step(self, num_tokens: Sequence[int], loss_sums: Sequence[float | Tensor]) -> RoundReport | None:
+        self._steps_done += 1
+        for index in range(len(self.replicas)):
+            self._num_tokens[index] += num_tokens[index]
+            self._loss_sums[index] = self._loss_sums[index] + loss_sums[index]
+        if self._steps_done < self.steps_in_phase:
+            return None
+        return self._meet()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The complete outer state: ``tensors`` (θ and momentum, fp32) and a JSON-ready ``record``."""
+        return {"tensors": self._named_state(), "record": self._record()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back (or forward) to a state, tensors included; the replicas' parameters follow."""
+        for name, tensor in self._named_state().items():
+            tensor.copy_(state["tensors"][name])
+        self._load_record(state["record"])
+        self._copy_reference_to_replicas()
+        self._start_phase(len(self.replicas), may_count=False)
+
+    # ---- one meeting ----
+
+    def _meet(self) -> RoundReport:
+        retries = 0
+        told = -math.inf
+        while True:
+            try:
+                report = self._attempt(retries)
+            except FleetError as error:
+                retries += 1
+                logger.warning("round %d: %s; trying again with the same work (%d)", self.round + 1, error, retries)
+                if retries > self._max_retries:
+                    raise FleetError(
+                        f"round {self.round + 1} failed {retries} times, the last time: {error}"
+                    ) from error
+                continue
+            if isinstance(report, RoundReport):
+                return report
+            if time.monotonic() - told > 10:
+                logger.info("%s", report)
+                told = time.monotonic()
+            time.sleep(0.5)  # the other groups have not come yet; ask the lighthouse again
+
+    def _attempt(self, retries: int) -> RoundReport | str:
+        """One try at the round. Returns its report, or why it has to wait."""
+        norms = self._pseudo_gradient_norms()
+        mine = self._publish(norms)
+        sent, received = self.fleet.num_bytes_sent, self.fleet.num_bytes_received
+        meeting = self.fleet.meet([asdict(publication) for publication in mine])
+        members = [Publication(**member.metadata) for member in meeting.members]
+        self._refuse_strangers(members, mine)
+        if reason := reason_to_wait(members, self._num_replica_groups, self._min_replica_size):
+            return self._waiting(reason, members)
+        restored = round_to_restore(members)
+        if restored is not None and restored != self.round and restored in self._restorable_rounds:
+            assert self._restore is not None
+            self._restore(restored)
+            return f"going back to round {restored}, the newest that all groups have"
+        current, behind = sort_out(members)
+        weights = {m.replica_id: 0.0 if m.replica_id in behind else m.weight for m in members}
+        if not any(weights.values()) and all(m.rejected for m in members):
+            raise NonFiniteError(f"round {self.round + 1}: every replica's pseudo-gradient is non-finite")
+
+        # Nothing of the run's state changes from here to the vote.
+        seconds = dict.fromkeys(("exchange", "orthogonalize", "apply", "heal"), 0.0)
+        seconds |= {"quorum": meeting.quorum_seconds, "wait": meeting.wait_seconds}
+        commit = any(weights.values())
+        healed: healing.Healing | None = None
+        failure: FleetError | None = None
+        try:
+            with _timed(seconds, "heal"):
+                healed = self._heal(healing.donors(current, behind), {m.replica_id: m.round for m in members})
+            if commit:
+                with _timed(seconds, "exchange"):
+                    self._average_pseudo_gradients(weights)
+        except FleetError as error:
+            failure = error
+        spectra: list[tuple[float, float]] = []
+        cosines: dict[int, float] = {}
+        ok = self.fleet.agree(failure is None)
+        if ok and healed is not None:
+            ok = self._matches(healed, next(m.digest for m in members if m.replica_id == healed.donor))
+        if ok and commit:
+            cosines = self._cosines(norms)
+            with _timed(seconds, "orthogonalize"):
+                self.optimizer.correct_gradients(
+                    lambda name, before, after: spectra.append((stable_rank(before), stable_rank(after)))
+                )
+        if not self.fleet.vote(ok):
+            raise FleetError(str(failure or "another group could not finish the exchange"))
+
+        with _timed(seconds, "apply"):
+            missed = self._adopt(healed) if healed is not None else []
+            rows = self._commit(weights, members) if commit else []
+            self.run_id = min(members, key=lambda m: (-m.round, m.started)).run_id or _new_run_id(members)
+            self.ledger.grant({m.replica_id: self._samples_per_step * self.steps_in_phase for m in members})
+            self._copy_reference_to_replicas()
+        report = RoundReport(
+            round=self.round,
+            step=self.step,
+            committed=commit,
+            registered=max(self._num_replica_groups, len(members)),
+            alive=len(members),
+            participants=[replica for replica, weight in weights.items() if weight > 0],
+            weights=weights,
+            digest=self.digest(),
+            seconds=seconds,
+            bytes_sent=self.fleet.num_bytes_sent - sent,
+            bytes_received=self.fleet.num_bytes_received - received,
+            retries=retries,
+            healed_from=healed.donor if healed is not None else None,
+            loss=_mean_loss(members, weights),
+            tokens=sum(m.num_tokens for m in members if weights[m.replica_id] > 0),
+            pseudo_gradient_norm=dict(zip(self.fleet.local_replica_ids, norms, strict=True)),
+            cosine=cosines,
+            stable_rank=_medians(spectra),
+            ledger=rows,
+            missed=missed,
+            reset_inner=[m.replica_id for m in mine if m.rejected],
+        )
+        if commit:
+            self.committed_tokens += report.tokens
+            self.history.append(report.record())
+        self._cold = False
+        self._start_phase(len(self.replicas), may_count=True)
+        return report
+
+    # ---- its parts, in the order of the round ----
+
+    def _start_phase(self, num_replicas: int, *, may_count: bool) -> None:
+        self._steps_done = 0
+        self._may_count = may_count  # only steps from an agreed θ make a contribution
+        self._num_tokens = [0] * num_replicas
+        self._loss_sums: list[float | Tensor] = [0.0] * num_replicas
+
+    def _pseudo_gradient_norms(self) -> list[float]:
+        """‖θ − θ_i‖ of every local replica over its whole group; 0 where no inner step was made."""
+        if self._steps_done == 0:
+            return [0.0] * len(self.replicas)
+        squares = torch.zeros(len(self.replicas), dtype=torch.float64)
+        for index, replica in enumerate(self.replicas):
+            for name, theta in self.reference.items():
+                if counted_here(theta, self._group):
+                    delta = _local(theta) - _local(replica[name]).detach().to(_local(theta))
+                    squares[index] += delta.double().square().sum()
+        return self._summed_over_group(squares).sqrt().tolist()
+
+    def _publish(self, norms: Sequence[float]) -> list[Publication]:
+        own_digest = self.digest()
+        patient = time.monotonic() - self._started_monotonic < self._start_wait_seconds
+        publications = []
+        for index, replica_id in enumerate(self.fleet.local_replica_ids):
+            counts = self._may_count and self._steps_done > 0
+            rejected = counts and not math.isfinite(norms[index])
+            if rejected:
+                logger.warning("group %d: its pseudo-gradient is non-finite; it does not count", replica_id)
+            weight = {"uniform": 1.0, "tokens": float(self._num_tokens[index])}[self._weights]
+            publications.append(
+                Publication(
+                    replica_id=replica_id,
+                    started=self._started,
+                    run_id=self.run_id,
+                    config=self._config,
+                    round=self.round,
+                    step=self.step,
+                    digest=own_digest,
+                    cold=self._cold,
+                    patient=same_in_group(patient, self._group),
+                    lost=self._lost,
+                    restorable_rounds=self._restorable_rounds,
+                    weight=weight if counts and not rejected else 0.0,
+                    rejected=rejected,
+                    num_tokens=self._num_tokens[index],
+                    loss_sum=float(self._loss_sums[index]),
+                )
+            )
+        return publications
+
+    def _refuse_strangers(self, members: Sequence[Publication], mine: Sequence[Publication]) -> None:
+        leaving = strangers(members)
+        for position, reason in leaving.items():
+            if members[position] in mine:
+                raise StrangerError(f"group {members[position].replica_id} leaves the run: {reason}")
+        if leaving:
+            position, reason = next(iter(leaving.items()))
+            raise FleetError(f"group {members[position].replica_id} is told to leave: {reason}")
+
+    def _waiting(self, reason: str, members: Sequence[Publication]) -> str:
+        present = [m.replica_id for m in members]
+        missing = [replica for replica in range(self._num_replica_groups) if replica not in present]
+        text = (
+            f"waiting for {len(missing)} of {self._num_replica_groups} replica groups (have {present}, "
+            f"missing {missing}): {reason}"
+        )
+        return f"{text}; {self._waiting_hint}" if self._waiting_hint else text
+
+    def _heal(self, donor_of: Mapping[int, int], rounds: Mapping[int, int]) -> healing.Healing | None:
+        """Give the state to the joiners that are ours to heal; receive it if we are behind ourselves.
+
+        ``rounds``: replica id -> the last round that it has.
+        """
+        if not donor_of:
+            return None
+        (replica_id,) = self.fleet.local_replica_ids  # replicas that share one process share one state
+        tensors = [_local(tensor) for tensor in self._named_state().values()]
+        for joiner, donor in donor_of.items():
+            if donor == replica_id:
+                logger.info("group %d: giving round %d to group %d", donor, self.round, joiner)
+                missed = [record for record in self.history if record["round"] > rounds[joiner]]
+                healing.give(self.fleet, joiner, self._record() | {"missed": missed}, tensors, self._bucket_size)
+            if joiner == replica_id:
+                logger.info("group %d: being healed by group %d", joiner, donor)
+                return healing.receive(self.fleet, donor, tensors, self._bucket_size)
+        return None
+
+    def _matches(self, healed: healing.Healing, expected: str) -> bool:
+        """Whether the received state is the donor's, before any of it is used."""
+        state = self._named_state()
+        named = [(name, _like(state[name], local)) for name, local in zip(state, healed.tensors, strict=True)]
+        received = digest(named, self._group)
+        if received != expected:
+            logger.error("the state received from group %d has digest %s, not %s", healed.donor, received, expected)
+        return received == expected
+
+    def _average_pseudo_gradients(self, weights: Mapping[int, float]) -> None:
+        """Put Σ wᵢ Δᵢ / Σ wᵢ into ``θ.grad``, Δᵢ = θ − θᵢ in fp32. Raises FleetError."""
+        total = sum(weights.values())
+        own_weights = [weights[replica] for replica in self.fleet.local_replica_ids]
+        thetas = [_local(theta).view(-1) for theta in self.reference.values()]
+        means = [torch.empty_like(theta) for theta in thetas]
+        for bucket in cut_into_buckets([theta.numel() for theta in thetas], self._bucket_size):
+            buffers = [
+                self._weighted_deltas(bucket, thetas, replica, weight).to(self.fleet.device)
+                for replica, weight in zip(self.replicas, own_weights, strict=True)
+            ]
+            mean = self.fleet.sum(buffers).wait()[0].to(means[0].device).div_(total)
+            for piece in bucket:
+                part = mean[piece.offset : piece.offset + piece.stop - piece.start]
+                means[piece.index][piece.start : piece.stop].copy_(part)
+        for theta, mean in zip(self.reference.values(), means, strict=True):
+            theta.grad = _like(theta, mean.view(_local(theta).shape))
+
+    def _weighted_deltas(
+        self, bucket: Sequence[Piece], thetas: Sequence[Tensor], replica: Mapping[str, Tensor], weight: float
+    ) -> Tensor:
+        """wᵢ Δᵢ of one bucket (elements,), fp32; zeros, never 0·Δᵢ, for who does not count."""
+        buffer = torch.zeros(num_elements(bucket), dtype=torch.float32, device=thetas[0].device)
+        if weight == 0:
+            return buffer
+        for piece in bucket:
+            part = buffer[piece.offset : piece.offset + piece.stop - piece.start]
+            trained = _local(replica[self.names[piece.index]]).detach().reshape(-1)[piece.start : piece.stop]
+            torch.sub(thetas[piece.index][piece.start : piece.stop], trained.to(part), out=part)
+        return buffer.mul_(weight)
+
+    def _cosines(self, norms: Sequence[float]) -> dict[int, float]:
+        """cos(Δᵢ, Δ̄) of every local replica."""
+        sums = torch.zeros(1 + len(self.replicas), dtype=torch.float64)
+        for name, theta in self.reference.items():
+            if not counted_here(theta, self._group):
+                continue
+            assert theta.grad is not None
+            mean = _local(theta.grad).double()
+            sums[0] += mean.square().sum()
+            for index, replica in enumerate(self.replicas):
+                delta = _local(theta) - _local(replica[name]).detach().to(_local(theta))
+                sums[1 + index] += (delta.double() * mean).sum()
+        square, *products = self._summed_over_group(sums).tolist()
+        return {
+            replica_id: product / (norm * math.sqrt(square)) if norm * square > 0 else 0.0
+            for replica_id, product, norm in zip(self.fleet.local_replica_ids, products, norms, strict=True)
+        }
+
+    def _adopt(self, healed: healing.Healing) -> list[dict[str, Any]]:
+        """Take over a received state; return the records of the rounds that were missed."""
+        for tensor, received in zip(self._named_state().values(), healed.tensors, strict=True):
+            _local(tensor).copy_(received)
+        self._load_record(healed.record)
+        self.history += healed.record["missed"]
+        return list(healed.record["missed"])
+
+    def _commit(self, weights: Mapping[int, float], members: Sequence[Publication]) -> list[dict[str, Any]]:
+        self.step += min(self._sync_steps, self._total_steps - self.step)
+        self.round += 1
+        self.optimizer.apply()
+        for theta in self.reference.values():
+            theta.grad = None
+        return self.ledger.commit(self.round, [replica for replica, weight in weights.items() if weight > 0])
+
+    @torch.no_grad()
+    def _copy_reference_to_replicas(self) -> None:
+        for replica in self.replicas:
+            for name, theta in self.reference.items():
+                _local(replica[name]).copy_(_local(theta))
+
+    # ---- state ----
+
+    def digest(self) -> str:
+        """Fingerprint of θ and the outer momentum, 16 hex digits; equal in all groups after every round."""
+        return digest(self._named_state().items(), self._group)
+
+    def _named_state(self) -> dict[str, Tensor]:
+        """θ and momentum under stable names, in a fixed order."""
+        named = {f"reference.{name}": theta.detach() for name, theta in self.reference.items()}
+        for name, theta in self.reference.items():
+            for key, tensor in self.optimizer.state[theta].items():
+                named[f"{key}.{name}"] = tensor
+        return named
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            "run_id": self.run_id,
+            "round": self.round,
+            "step": self.step,
+            "committed_tokens": self.committed_tokens,
+            "ledger": self.ledger.state_dict(),
+        }
+
+    def _load_record(self, record: Mapping[str, Any]) -> None:
+        self.run_id = record["run_id"]
+        self.round = record["round"]
+        self.step = record["step"]
+        self.committed_tokens = record["committed_tokens"]
+        self.ledger.load_state_dict(record["ledger"])
+
+    def _summed_over_group(self, values: Tensor) -> Tensor:
+        if self._group is not None:
+            dist.all_reduce(values, group=self._group)
+        return values
+
+
+def host_copy(parameter: Tensor) -> Tensor:
+    """An fp32 copy of a parameter on the host, sharded like it: what stays of θ between rounds, off the device."""
+    local = _local(parameter).detach()
+    copy = torch.empty(local.shape, dtype=torch.float32, device="cpu", pin_memory=local.device.type == "cuda")
+    return _like(parameter, copy.copy_(local))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lives on this rank."""
+    return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _like(tensor: Tensor, local: Tensor) -> Tensor:
+    """``local`` as a shard of a tensor that is sharded like ``tensor``; it may live on the host."""
+    if not isinstance(tensor, DTensor):
+        return local
+    # DTensor.from_local would move the shard to the mesh's device; θ stays on the host.
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def _new_run_id(members: Sequence[Publication]) -> str:
+    first = min(members, key=lambda m: m.replica_id)
+    return f"{int(first.started * 1000):x}"
+
+
+def _mean_loss(members: Sequence[Publication], weights: Mapping[int, float]) -> float:
+    counted = [m for m in members if weights[m.replica_id] > 0]
+    num_tokens = sum(m.num_tokens for m in counted)
+    return sum(m.loss_sum for m in counted) / num_tokens if num_tokens else math.nan
+
+
+def _medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    if not pairs:
+        return None
+    before, after = (sorted(values)[len(pairs) // 2] for values in zip(*pairs, strict=True))
+    return before, after
+
+
+class _timed:  # noqa: N801 - reads as a statement
+    """Add the seconds that a block takes to ``seconds[key]``."""
+
+    def __init__(self, seconds: dict[str, float], key: str) -> None:
+        self._seconds = seconds
+        self._key = key
+
+    def __enter__(self) -> None:
+        self._started = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._key] += time.monotonic() - self._started

@@ -1,0 +1,353 @@
+"""A fleet of replica groups on many machines, found and kept together by torchft.
+
+The only module that imports torchft. It uses torchft's lighthouse (who is alive), its Manager (quorum, process group,
+the vote inside a group) and its reconfigurable process groups; it does not use torchft's DiLoCo, nor its healing:
+what a joiner receives and from whom is the round's decision, and goes through ``transfer``.
+
+Local rank r of a group talks to local rank r of the other groups, so all groups have the same layout.
+"""
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+from urllib.parse import urlparse
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+from torchft.checkpointing.transport import CheckpointTransport
+
+from isoloco.fleet import FleetError, Handle, Meeting, Member, Transfer, agree_in_group, sum_in_order
+
+logger = logging.getLogger("isoloco")
+
+T = TypeVar("T")
+
+SECONDS_BETWEEN_WAIT_MESSAGES = 10.0
+
+
+class LighthouseUnreachableError(ValueError):
+    """Nobody answers at the lighthouse's address."""
+
+
+class _NoTransport(CheckpointTransport[Any]):
+    """torchft's own healing is not used, and its HTTP server unpickles whatever a peer sends: open no port for it."""
+
+    def metadata(self) -> str:
+        return "<none>"
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+        raise AssertionError("the round heals, not torchft")
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        raise AssertionError("the round heals, not torchft")
+
+
+class TorchFTFleet:
+    """One replica group of a run whose groups meet through a torchft lighthouse.
+
+    Args:
+        replica_id: this group's number; stable across restarts.
+        lighthouse: ``http://host:port``.
+        group: the gloo-capable process group of this group's ranks, or None for a group of one rank.
+        rank, world_size: of this process inside its group.
+        store_host, store_port: the group's TCPStore (torchrun's MASTER_ADDR and MASTER_PORT; it must be listening),
+            which the other groups must be able to reach under that name.
+        backend: ``"gloo"`` (tensors on the CPU) or ``"nccl"``.
+        timeout_seconds: of one transfer or collective between groups.
+        quorum_timeout_seconds: how long a meeting may take to come about; longer than an inner phase.
+        connect_timeout_seconds: how long to look for the lighthouse before giving up.
+    """
+
+    def __init__(
+        self,
+        *,
+        replica_id: int,
+        lighthouse: str,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        world_size: int,
+        store_host: str,
+        store_port: int,
+        backend: str = "gloo",
+        timeout_seconds: float = 60.0,
+        quorum_timeout_seconds: float = 3600.0,
+        connect_timeout_seconds: float = 25.0,
+    ) -> None:
+        self.local_replica_ids = [replica_id]
+        self.device = torch.device("cpu" if backend == "gloo" else "cuda")
+        self.num_bytes_sent = 0
+        self.num_bytes_received = 0
+        self.lighthouse = lighthouse
+        self._replica_id = replica_id
+        self._group = group
+        self._rank = rank
+        self._world_size = world_size
+        self._store = (store_host, store_port)
+        self._backend = backend
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._quorum_timeout = timedelta(seconds=quorum_timeout_seconds)
+        self._members: tuple[Member, ...] = ()
+        self._ranks: dict[int, int] = {}  # replica id -> rank in the process group across groups
+        self._order: list[int] = []  # ranks in the process group across groups, in replica order
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="isoloco_fleet")
+        wait_for_lighthouse(lighthouse, connect_timeout_seconds)
+        self._connect()
+
+    def _connect(self) -> None:
+        make = {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}[self._backend]
+        self._pg = make(timeout=self._timeout)
+
+        def manager() -> Manager:
+            return Manager(
+                pg=self._pg,
+                load_state_dict=None,
+                state_dict=None,
+                min_replica_size=1,
+                use_async_quorum=False,
+                init_sync=False,
+                timeout=self._timeout,
+                quorum_timeout=self._quorum_timeout,
+                connect_timeout=timedelta(seconds=30),
+                rank=self._rank,
+                world_size=self._world_size,
+                store_addr=self._store[0],
+                store_port=self._store[1],
+                lighthouse_addr=self.lighthouse,
+                replica_id=str(self._replica_id),
+                hostname=self._store[0],
+                checkpoint_transport=_NoTransport(),
+            )
+
+        # Rank 0 publishes its address in the group's store; the others must not read the one of an earlier manager.
+        if self._rank == 0:
+            self._manager = manager()
+        agree_in_group(True, self._group)
+        if self._rank != 0:
+            self._manager = manager()
+
+    def meet(self, metadata: Sequence[Mapping[str, Any]]) -> Meeting:
+        started = time.monotonic()
+        failure: Exception | None = None
+        with _telling_who_is_missing(self):
+            try:
+                self._manager.start_quorum(allow_heal=False)
+            except Exception as error:  # torchft raises whatever its RPC layer raises
+                failure = error
+        if not self.agree(failure is None):
+            # A Manager whose quorum call failed repeats that failure for ever: start a new one.
+            with contextlib.suppress(Exception):
+                self._manager.shutdown(wait=False)
+            self._connect()
+            raise FleetError(f"no quorum at {self.lighthouse}: {failure or 'another rank of this group failed'}")
+        waited = time.monotonic() - started
+        published = None
+        if self._manager.errored() is None:
+            try:
+                published = self._start(
+                    lambda: self._gather_json({"seconds": waited, "metadata": dict(metadata[0])})
+                ).wait()
+            except FleetError as error:
+                failure = error
+        if not self.agree(published is not None):
+            reason = failure or self._manager.errored() or "another rank of this group failed"
+            self.vote(False)  # tells torchft to build a new process group at the next meeting
+            raise FleetError(f"the groups met but could not talk: {reason}")
+        assert published is not None
+        replica_ids = [int(entry["metadata"]["replica_id"]) for entry in published]
+        self._ranks = {replica: rank for rank, replica in enumerate(replica_ids)}
+        self._order = sorted(range(len(replica_ids)), key=lambda rank: replica_ids[rank])
+        self._members = tuple(Member(replica_ids[rank], published[rank]["metadata"]) for rank in self._order)
+        # The last one to arrive waited least: what it took is the price of agreeing, the rest is waiting.
+        agreeing = min(entry["seconds"] for entry in published)
+        return Meeting(
+            self._members,
+            wait_seconds=waited - agreeing,
+            quorum_seconds=time.monotonic() - started - (waited - agreeing),
+        )
+
+    def sum(self, tensors: Sequence[Tensor]) -> Handle[list[Tensor]]:
+        (tensor,) = tensors
+        return self._start(lambda: [self._ordered_sum(tensor)])
+
+    def _ordered_sum(self, tensor: Tensor) -> Tensor:
+        """Every member adds up its own slice in replica order, then hands it to all: a ring all-reduce's bytes."""
+        num_members = len(self._order)
+        if num_members == 1:
+            return tensor.clone()
+        flat = tensor.reshape(-1)
+        sizes = [len(part) for part in torch.tensor_split(torch.empty(flat.numel(), device="meta"), num_members)]
+        with self._talking():
+            mine = sizes[self._pg.rank()]
+            parts = flat.new_empty(num_members * mine)
+            self._pg.alltoall_base(parts, flat, [mine] * num_members, sizes, AllToAllOptions()).wait()
+            received = parts.view(num_members, mine)
+            slice_sum = sum_in_order([received[rank] for rank in self._order]) if mine else flat.new_empty(0)
+            # All-gather wants equal sizes: pad the slices, which differ by one element at most.
+            padded = flat.new_zeros(max(sizes))
+            padded[:mine] = slice_sum
+            slices = [torch.empty_like(padded) for _ in sizes]
+            self._pg.allgather([slices], [padded], AllgatherOptions()).wait()
+        self._count((num_members - 1) * (mine + len(padded)) * flat.element_size())
+        return torch.cat([part[:size] for part, size in zip(slices, sizes, strict=True)]).view(tensor.shape)
+
+    def gather(self, tensors: Sequence[Tensor]) -> Handle[list[list[Tensor]]]:
+        (tensor,) = tensors
+
+        def run() -> list[list[Tensor]]:
+            everyone = self._all_gather(tensor)
+            return [[everyone[rank] for rank in self._order]]
+
+        return self._start(run)
+
+    def transfer(self, transfers: Sequence[Transfer | None]) -> Handle[None]:
+        (transfer,) = transfers
+
+        def run() -> None:
+            if transfer is None:
+                return
+            with self._talking():
+                rank = self._ranks[transfer.peer]
+                if transfer.send is not None:
+                    self._pg.send([transfer.send], rank, 0).wait()
+                    self.num_bytes_sent += transfer.send.nbytes
+                if transfer.receive is not None:
+                    self._pg.recv([transfer.receive], rank, 0).wait()
+                    self.num_bytes_received += transfer.receive.nbytes
+
+        return self._start(run)
+
+    def agree(self, ok: bool) -> bool:
+        return agree_in_group(ok, self._group)
+
+    def vote(self, ok: bool) -> bool:
+        ok = self.agree(ok)
+        if len(self._members) > 1:
+            try:
+                flag = torch.tensor([1 if ok else 0], dtype=torch.int32, device=self.device)
+                flags = self._start(lambda: self._all_gather(flag)).wait()
+                ok = all(flag.item() for flag in flags)
+            except FleetError as error:
+                logger.warning("group %d: no answer from the other groups at the vote: %s", self._replica_id, error)
+                ok = False
+        if not ok:
+            self._manager.report_error(FleetError("the round failed"))
+        return self._manager.should_commit()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._manager.shutdown(wait=False)
+
+    def _start(self, run: Callable[[], T]) -> Handle[T]:
+        return _UnderWay(self._thread.submit(run))
+
+    def _gather_json(self, value: Any) -> list[Any]:
+        """Every member's JSON value, in the order of the process group's ranks."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        lengths = self._all_gather(torch.tensor([len(data)], device=self.device))
+        padded = torch.zeros(int(max(length.item() for length in lengths)), dtype=torch.uint8, device=self.device)
+        padded[: len(data)] = data
+        texts = self._all_gather(padded)
+        return [
+            json.loads(bytes(text[: int(length.item())].tolist())) for text, length in zip(texts, lengths, strict=True)
+        ]
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        with self._talking():
+            if self._pg.size() == 1:
+                return [tensor.clone()]
+            received = [torch.empty_like(tensor) for _ in range(self._pg.size())]
+            self._pg.allgather([received], [tensor], AllgatherOptions()).wait()
+        self._count((len(received) - 1) * tensor.nbytes)
+        return received
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes_sent += num_bytes
+        self.num_bytes_received += num_bytes
+
+    @contextlib.contextmanager
+    def _talking(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, AssertionError, OSError) as error:  # what torchft's groups raise on a dead or slow peer
+            self._manager.report_error(error)
+            self._pg.abort()  # peers that still wait for this rank learn at once
+            raise FleetError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+
+@dataclass(frozen=True)
+class _UnderWay(Generic[T]):
+    """A communication that the fleet's own thread carries out; waiting for it can be interrupted by a signal."""
+
+    future: "Future[T]"
+
+    def wait(self) -> T:
+        return self.future.result()
+
+
+def wait_for_lighthouse(address: str, timeout_seconds: float) -> None:
+    """Return once something listens at ``http://host:port``.
+
+    Raises LighthouseUnreachableError after ``timeout_seconds``, or at once if the address is no address.
+    """
+    url = urlparse(address)
+    try:
+        host, port = url.hostname, url.port
+    except ValueError:
+        host, port = None, None
+    if url.scheme != "http" or not host or not port:
+        raise LighthouseUnreachableError(f"lighthouse address {address!r} is not of the form http://host:port")
+    deadline = time.monotonic() + timeout_seconds
+    num_tries = 0
+    while True:
+        num_tries += 1
+        try:
+            remaining = max(0.5, deadline - time.monotonic())
+            with socket.create_connection((host, port), timeout=min(5.0, remaining)):
+                return
+        except OSError as error:
+            if time.monotonic() + 0.5 > deadline:
+                raise LighthouseUnreachableError(
+                    f"no lighthouse at {address}: {error} (tried {num_tries} times in {timeout_seconds:.0f} s). "
+                    f"Check that torchft_lighthouse runs there, the port, and that a firewall lets it through"
+                ) from error
+        time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def _telling_who_is_missing(fleet: TorchFTFleet) -> Iterator[None]:
+    """While the block runs, say every ten seconds whom this group waits for."""
+    done = threading.Event()
+    started = time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(SECONDS_BETWEEN_WAIT_MESSAGES):
+            others = [m.replica_id for m in fleet._members if m.replica_id not in fleet.local_replica_ids]
+            whom = f"groups {', '.join(map(str, others))}" if others else "other groups"
+            logger.info(
+                "waiting for %s at the lighthouse %s, for %.0f s now",
+                whom,
+                fleet.lighthouse,
+                time.monotonic() - started,
+            )
+
+    if fleet._rank != 0:
+        yield
+        return
+    thread = threading.Thread(target=tell, name="isoloco_wait", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

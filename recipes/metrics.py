@@ -1,0 +1,254 @@
+"""What a replica group records: one row per log step, one per round, the same in TensorBoard, and lines for a person."""
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from isoloco.outer_round import RoundReport
+from recipes.config import Recipe
+from recipes.run_files import ReplicaFiles
+
+logger = logging.getLogger("isoloco")
+
+# Dense bf16 matrix throughput in FLOP/s, from the makers' data sheets.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "B200": 2250e12}
+
+
+def log_to_stdout(replica_id: int, rank: int) -> None:
+    """Set up the "isoloco" logger: rank 0 of a group tells everything, the others only what is wrong."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s group {replica_id} %(levelname)s %(message)s", "%H:%M:%S"))
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """FLOP/s of the device at its best, or None where it is not known: then no utilisation is reported."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+class Metrics:
+    """Writes the records of one replica group. Made and called on its rank 0 only.
+
+    ``num_flops_per_token``: of the model, forward and backward. ``tokens_per_step``: of the whole group.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        files: ReplicaFiles,
+        *,
+        step: int,
+        tokens_per_step: int,
+        num_flops_per_token: float,
+        num_ranks: int,
+        device: torch.device,
+    ) -> None:
+        self._recipe = recipe
+        self._files = files
+        self._replica_id = recipe.fault_tolerance.replica_id
+        self._num_steps = recipe.training.steps
+        self._tokens_per_step = tokens_per_step
+        self._flops_per_step = num_flops_per_token * tokens_per_step
+        self._peak = peak_flops(device)
+        self._num_ranks = num_ranks
+        self._device = device
+        self._seconds: list[float] = []  # of the inner steps since the last log line
+        self.productive_seconds = 0.0  # spent in inner steps whose round was committed
+        self._phase_seconds = 0.0
+        self.started = time.monotonic()
+        self._first_step = step
+        self.faults: dict[str, int] = {"heals": 0, "retries": 0, "exclusions": 0}
+        self.round_seconds: dict[str, float] = {}
+        self._num_solo = 0
+        self.num_solo_rounds = 0
+        self._writer = None
+        if recipe.metrics.enable_tensorboard:
+            self._writer = SummaryWriter(str(files.folder / recipe.metrics.save_tb_folder), purge_step=step + 1)
+        self._wandb = _start_wandb(recipe, files.folder) if recipe.metrics.enable_wandb else None
+
+    def purge_after(self, step: int) -> None:
+        """The run goes on from ``step``: later points of the curves are no part of it."""
+        if self._writer is not None:
+            self._writer.close()
+            folder = str(self._files.folder / self._recipe.metrics.save_tb_folder)
+            self._writer = SummaryWriter(folder, purge_step=step + 1)
+        self._first_step = step
+
+    def is_due(self, step: int) -> bool:
+        """Whether inner step ``step`` (from 1) gets a row."""
+        return step % self._recipe.metrics.log_freq == 0 or step in (1, self._num_steps)
+
+    def inner_step(self, step: int, round_number: int, seconds: float, *, lr: float, values: Mapping[str, Any]) -> None:
+        """Count an inner step (from 1), and record it if one is due. ``values``: loss and grad_norm, read only then."""
+        self._seconds.append(seconds)
+        self._phase_seconds += seconds
+        if not self.is_due(step):
+            return
+        loss, grad_norm = float(values["loss"]), float(values["grad_norm"])
+        seconds_per_step = sum(self._seconds) / len(self._seconds)
+        self._seconds = []
+        row: dict[str, Any] = {
+            "step": step,
+            "round": round_number,
+            "loss": loss,
+            "tokens": step * self._tokens_per_step,
+            "tokens_per_second": self._tokens_per_step / seconds_per_step,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "seconds_per_step": seconds_per_step,
+            "time": time.time(),
+        }
+        if self._peak is not None:
+            row["mfu"] = self._flops_per_step / seconds_per_step / (self._peak * self._num_ranks)
+        if self._device.type == "cuda":
+            row["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+        self._files.append("metrics.jsonl", [row])
+        self._plot(step, {f"inner/{key}": row[key] for key in row if key not in ("step", "round", "time")})
+        logger.info(
+            "%s step %*d/%d  loss %.4f  grad norm %.3f  lr %.2e  %s tokens/s%s  %s left",
+            _bar(step / self._num_steps), len(str(self._num_steps)), step, self._num_steps, loss, grad_norm, lr,
+            f"{row['tokens_per_second']:,.0f}", f"  MFU {row['mfu']:.1%}" if "mfu" in row else "",
+            self._time_left(step),
+        )  # fmt: skip
+
+    def outer_round(self, report: RoundReport) -> None:
+        """Record a meeting: a row if it committed (or healed over) a round, and a line in any case."""
+        self.faults["retries"] += report.retries
+        self.faults["heals"] += report.healed_from is not None
+        self.faults["exclusions"] += len(report.reset_inner)
+        if report.missed:
+            self._files.append("rounds.jsonl", [_missed_row(record, report) for record in report.missed])
+            self._files.append("ledger.jsonl", [row for record in report.missed for row in record["ledger"]])
+        if report.healed_from is not None:
+            self.purge_after(report.step)
+            logger.info("healed by group %d; goes on from round %d", report.healed_from, report.round)
+        if not report.committed:
+            who = f"{report.alive} of {report.registered} groups"
+            logger.info("round %d: %s agree on the parameters, digest %s", report.round, who, report.digest)
+            return
+        self.productive_seconds += self._phase_seconds if report.weights[self._replica_id] > 0 else 0.0
+        self._phase_seconds = 0.0
+        row = {
+            "round": report.round,
+            "step": report.step,
+            "committed": report.committed,
+            "registered": report.registered,
+            "alive": report.alive,
+            "participants": report.participants,
+            "weight": report.weights[self._replica_id],
+            "weights": {str(replica): weight for replica, weight in report.weights.items()},
+            "digest": report.digest,
+            "seconds": report.seconds,
+            "bytes_sent": report.bytes_sent,
+            "bytes_received": report.bytes_received,
+            "retries": report.retries,
+            "healed_from": report.healed_from,
+            "loss": report.loss,
+            "tokens": report.tokens,
+            "pseudo_gradient_norm": report.pseudo_gradient_norm[self._replica_id],
+            "cosine": report.cosine.get(self._replica_id),
+            "stable_rank_before": report.stable_rank[0] if report.stable_rank else None,
+            "stable_rank_after": report.stable_rank[1] if report.stable_rank else None,
+            "time": time.time(),
+        }
+        self._files.append("rounds.jsonl", [row])
+        self._files.append("ledger.jsonl", report.ledger)
+        self.round_seconds = {key: self.round_seconds.get(key, 0.0) + value for key, value in report.seconds.items()}
+        curves = {"loss": report.loss, "tokens": report.tokens, "participants": len(report.participants)}
+        curves |= {"alive": report.alive, "bytes_sent": report.bytes_sent, "retries": report.retries}
+        curves |= {f"seconds_{key}": value for key, value in report.seconds.items()}
+        curves |= {
+            key: row[key] for key in ("pseudo_gradient_norm", "cosine", "stable_rank_before", "stable_rank_after")
+        }
+        self._plot(report.step, {f"outer/{key}": value for key, value in curves.items() if value is not None})
+        logger.info(
+            "round %d committed at step %d by groups %s  loss %.4f  cosine %.2f  wait %.1f s, quorum %.2f s, "
+            "exchange %.2f s, orthogonalize %.2f s, apply %.2f s  digest %s",
+            report.round, report.step, report.participants, report.loss, row["cosine"] or 0.0,
+            *(report.seconds[key] for key in ("wait", "quorum", "exchange", "orthogonalize", "apply")), report.digest,
+        )  # fmt: skip
+        self._watch_solo(report)
+
+    def validation(self, step: int, round_number: int, loss: float) -> None:
+        """Record a validation loss of the reference parameters."""
+        row = {"step": step, "round": round_number, "validation_loss": loss, "time": time.time()}
+        self._files.append("validation.jsonl", [row])
+        self._plot(step, {"validation/loss": loss})
+        logger.info("validation loss %.4f at step %d", loss, step)
+
+    def close(self) -> None:
+        """Flush what is buffered."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _watch_solo(self, report: RoundReport) -> None:
+        alone = len(report.participants) == 1 and report.registered > 1
+        self._num_solo = self._num_solo + 1 if alone else 0
+        self.num_solo_rounds += alone
+        if self._num_solo >= 2:
+            logger.warning(
+                "%d rounds in a row with one participant of %d groups: this group trains alone",
+                self._num_solo,
+                report.registered,
+            )
+
+    def _time_left(self, step: int) -> str:
+        per_step = (time.monotonic() - self.started) / max(1, step - self._first_step)
+        left = int(per_step * (self._num_steps - step))
+        return f"{left // 3600}h{left % 3600 // 60:02d}m" if left >= 3600 else f"{left // 60}m{left % 60:02d}s"
+
+    def _plot(self, step: int, values: Mapping[str, float]) -> None:
+        if self._writer is not None:
+            for key, value in values.items():
+                self._writer.add_scalar(key, value, step)
+        if self._wandb is not None:
+            self._wandb.log(dict(values), step=step)
+
+
+def _missed_row(record: Mapping[str, Any], report: RoundReport) -> dict[str, Any]:
+    """The row of a round that went on without this group and that it was healed over."""
+    return {
+        **{key: record[key] for key in ("round", "step", "registered", "alive", "participants", "digest", "tokens")},
+        "committed": True,
+        "weight": 0.0,
+        "seconds": dict.fromkeys(report.seconds, 0.0),
+        "bytes_sent": 0,
+        "bytes_received": 0,
+        "retries": 0,
+        "healed_from": report.healed_from,
+        "time": time.time(),
+    }
+
+
+def _bar(share: float, width: int = 20) -> str:
+    full = round(width * share)
+    return f"[{'#' * full}{'.' * (width - full)}]"
+
+
+def _start_wandb(recipe: Recipe, folder: Path) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError(
+            "metrics.enable_wandb = true, but wandb is not installed: pip install wandb, or set it to false"
+        ) from None
+    return wandb.init(
+        project="isoloco",
+        dir=str(folder),
+        name=f"replica_{recipe.fault_tolerance.replica_id}",
+        id=f"{Path(recipe.job.dump_folder).resolve().name}-{recipe.fault_tolerance.replica_id}",
+        resume="allow",
+    )

@@ -1,0 +1,117 @@
+"""How one replica group's ranks share the model: tensor parallel, then recomputation, compilation and FSDP2."""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from recipes.config import Recipe
+from recipes.model import Llama
+
+
+def build_mesh(dp_shard: int, tp: int, device_type: str) -> DeviceMesh | None:
+    """The group's ranks as a mesh with the axes "dp_shard" and "tp"; the ranks of one "tp" row see the same tokens.
+
+    None if there is no process group: one process on its own, which parallelises nothing. `dp_shard * tp` is the number
+    of ranks in the default process group.
+    """
+    if not dist.is_initialized():
+        assert dp_shard * tp == 1, f"{dp_shard} x {tp} ranks need a process group"
+        return None
+    return init_device_mesh(device_type, (dp_shard, tp), mesh_dim_names=("dp_shard", "tp"))
+
+
+def parallelize(model: Llama, mesh: DeviceMesh | None, recipe: Recipe) -> None:
+    """Parallelise a model (on the meta device) in place as the recipe says. Parameter names stay as they are.
+
+    Afterwards gradients are summed over the "dp_shard" ranks, not averaged: divide the loss by the group's tokens.
+    One rank in float32 keeps plain tensors; else every parameter is a DTensor over both axes of `mesh`.
+    """
+    if mesh is not None and mesh["tp"].size() > 1:
+        _apply_tensor_parallel(model, mesh["tp"], loss_parallel=not recipe.parallelism.disable_loss_parallel)
+    _apply_activation_checkpoint(model, recipe)
+    if recipe.compile.enable:
+        for block in model.layers:
+            # The function and not the module: FSDP2's hooks then stay outside the graph, and names unchanged.
+            block.forward = torch.compile(block.forward, fullgraph=True)
+    if mesh is not None and (mesh.size() > 1 or recipe.training.mixed_precision_param != "float32"):
+        _apply_fsdp(model, mesh["dp_shard"], recipe)
+
+
+def _apply_tensor_parallel(model: Llama, tp_mesh: DeviceMesh, loss_parallel: bool) -> None:
+    """Megatron-style split of heads, feed-forward and vocabulary; between them activations are sharded over T."""
+    parallelize_module(
+        model,
+        tp_mesh,
+        {
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "layers.*.attention_norm": SequenceParallel(),
+            "layers.*.attention": PrepareModuleInput(
+                input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+            ),
+            "layers.*.attention.wq": ColwiseParallel(),
+            "layers.*.attention.wk": ColwiseParallel(),
+            "layers.*.attention.wv": ColwiseParallel(),
+            "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+            "layers.*.ffn_norm": SequenceParallel(),
+            "layers.*.feed_forward": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
+            "layers.*.feed_forward.w1": ColwiseParallel(),
+            "layers.*.feed_forward.w3": ColwiseParallel(),
+            "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(
+                input_layouts=Shard(1),
+                output_layouts=Shard(-1) if loss_parallel else Replicate(),
+                use_local_output=not loss_parallel,
+            ),
+        },
+    )
+
+
+def _apply_activation_checkpoint(model: Llama, recipe: Recipe) -> None:
+    mode = recipe.activation_checkpoint.mode
+    every = {"none": 0, "full": 1, "selective": int(recipe.activation_checkpoint.selective_ac_option)}[mode]
+    for index, block in enumerate(model.layers):
+        block.recompute_in_backward = every > 0 and index % every == 0
+
+
+def _apply_fsdp(model: Llama, dp_mesh: DeviceMesh, recipe: Recipe) -> None:
+    """One unit per block, one for the embedding, one for the final norm and the head.
+
+    Also over a single data-parallel rank: FSDP2 is what computes in bfloat16 from float32 parameters, and what reduces
+    the norms' gradients over the tensor-parallel ranks.
+    """
+    # A tensor-parallel module returns a view of its DTensor; the model changes no activation in place, which is the only
+    # thing that this warning, once per unit and rank, is about.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, recipe.training.mixed_precision_param),
+        reduce_dtype=getattr(torch, recipe.training.mixed_precision_reduce),
+        # Activations have the compute dtype from the embedding on; a cast would round the RoPE tables, too.
+        cast_forward_inputs=False,
+    )
+    reshard = recipe.parallelism.fsdp_reshard_after_forward
+    fully_shard(model.tok_embeddings, mesh=dp_mesh, mp_policy=precision, reshard_after_forward=reshard != "never")
+    for block in model.layers:
+        fully_shard(block, mesh=dp_mesh, mp_policy=precision, reshard_after_forward=reshard != "never")
+    # The backward begins with these two: by default they are not dropped just to be gathered again at once.
+    last = [model.norm, model.output]
+    fully_shard(last, mesh=dp_mesh, mp_policy=precision, reshard_after_forward=reshard == "always")
+    fully_shard(model, mesh=dp_mesh, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Without this FSDP2 asks for a reduction (average, pre-multiplied sum) that not every backend has.
+            module.set_force_sum_reduction_for_comms(True)
