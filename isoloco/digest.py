@@ -135,7 +135,7 @@ def digest(named_tensors: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup
         mesh_device = tensor.device_mesh.device_type
         if any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{name!r} is placed as {tensor.placements}: reduce it before taking its digest")
-        if _counts_here(tensor, dist.get_process_group_ranks(group)[0]):
+        if counted_here(tensor, group):
             coordinates = _sharded_coordinates(tensor)
             device = coordinates[0].device if coordinates else tensor.to_local().device
             sharded_sum += _partial_sum(name, tensor.to_local(), coordinates, tensor.shape, device)

@@ -108,6 +108,8 @@ def newton_schulz(
             matrix, lambda whole: newton_schulz(whole, coefficients=coefficients, steps=steps, dtype=dtype)
         )
     X, _ = unit_scaled(matrix)
+    if X.numel() == 0:
+        return matrix.clone()
     norm = torch.linalg.matrix_norm(X, keepdim=True)  # (..., 1, 1)
     X = X / torch.where(norm > 0, norm * SAFETY[coefficients], 1)
 
@@ -127,4 +129,4 @@ def newton_schulz(
             X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     if tall:
         X = X.mT
-    return X.reshape(matrix.shape).to(matrix.dtype)
+    return X.reshape(matrix.shape).to(matrix.dtype).contiguous()

@@ -545,7 +545,8 @@ def host_copy(parameter: Tensor) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     """The part of a tensor that lives on this rank."""
-    return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    tensor = tensor.detach()
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _like(tensor: Tensor, local: Tensor) -> Tensor:
@@ -553,7 +554,7 @@ def _like(tensor: Tensor, local: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return local
     # DTensor.from_local would move the shard to the mesh's device; θ stays on the host.
-    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(local, tensor._spec, requires_grad=False)
 
 
 def _new_run_id(members: Sequence[Publication]) -> str:

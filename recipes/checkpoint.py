@@ -65,7 +65,7 @@ class Checkpoints:
         self._group = group
         self._keep_latest_k = keep_latest_k
         self._writing: Future[Any] | None = None
-        self._finish_writing: tuple[int, Path, dict[str, Any]] | None = None
+        self._finish_writing: tuple[Path, dict[str, Any]] | None = None
 
     def restorable_rounds(self) -> list[int]:
         """Rounds with a whole checkpoint, oldest first; a broken newest one is skipped and its reason logged.
@@ -91,7 +91,7 @@ class Checkpoints:
     ) -> None:
         """Start writing the state of a round boundary; training may go on at once.
 
-        ``outer``: the ``state_dict()`` of an OuterRound. Waits for the checkpoint before, if that is still being written.
+        ``outer``: the ``state_dict()`` of an OuterRound. Waits for the checkpoint before, if it is still being written.
         Raises CheckpointError if that one failed.
         """
         self.wait()
@@ -102,14 +102,14 @@ class Checkpoints:
         dist.barrier(group=self._group)
         state = self._state(outer["tensors"], model, optimizer)
         marker = {"round": round_number, "outer": outer["record"], "shapes": self._shapes}
-        self._finish_writing = (round_number, folder, marker)
+        self._finish_writing = (folder, marker)
         self._writing = dcp.async_save(state, checkpoint_id=folder, process_group=self._group)  # type: ignore[assignment]
 
     def wait(self) -> None:
         """Wait until the checkpoint under way is whole on disk. Raises CheckpointError if it failed."""
         if self._writing is None or self._finish_writing is None:
             return
-        writing, (round_number, folder, marker) = self._writing, self._finish_writing
+        writing, (folder, marker) = self._writing, self._finish_writing
         self._writing = self._finish_writing = None
         try:
             writing.result()

@@ -9,12 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
-def _local_gradient(parameter: Tensor) -> Tensor | None:
-    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-
-
 def _counts_here(gradient: Tensor) -> bool:
-    """Whether this rank's piece of a gradient enters the norm: of the ranks that hold the same piece, only the first."""
+    """Whether this rank's piece of a gradient enters the norm: of the ranks with the same piece, only the first."""
     if not isinstance(gradient, DTensor):
         return True
     coordinate = gradient.device_mesh.get_coordinate()
@@ -32,21 +28,20 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, mesh: DeviceMe
     Returns the norm before clipping: a 0-dim fp32 tensor on the gradients' device, the same on every rank of the group.
     The norm is that of the whole model: shards are added up over all axes of `mesh` (the one of `build_mesh`; None for
     plain tensors), and a replicated parameter counts once. If a gradient is not finite, neither is the norm, and what
-    the gradients then hold is undefined: look at the norm before stepping. Parameters without a gradient are skipped.
+    the gradients then hold is undefined: look at the norm before stepping. Parameters without a gradient are skipped,
+    but there must be one with.
     """
-    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    if not with_gradient:
-        return torch.zeros(())
-    gradients = [_local_gradient(parameter) for parameter in with_gradient]
-    counted = [gradient for p, gradient in zip(with_gradient, gradients, strict=True) if _counts_here(p.grad)]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    pieces = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    counted = [piece for piece, gradient in zip(pieces, gradients, strict=True) if _counts_here(gradient)]
     total = torch.zeros((), device=gradients[0].device)
     if counted:
-        total = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32)).square().sum()
+        total += torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32)).square().sum()
     if mesh is not None:
         for group in mesh.get_all_groups():  # rows, then columns: the sum over the whole mesh
             dist.all_reduce(total, group=group)
     norm = total.sqrt()
     if max_norm > 0:
         # Always multiply, by 1 if need be: to look at the norm would make the host wait for the device.
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(pieces, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -14,15 +14,22 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from recipes.model import Llama, rope_tables
 
 INIT_STD = 0.02  # of every matrix, as in Hugging Face's LlamaConfig, which the IsoLoCo paper's models use
+STEPS_PER_STD = 2**14
 
 
 def initial_value(name: str, size: torch.Size, seed: int) -> Tensor:
-    """The full fp32 CPU tensor that parameter `name` starts from: ones for a norm, else normal(0, 0.02)."""
+    """The full fp32 CPU tensor that parameter `name` starts from: ones for a norm, else normal(0, 0.02).
+
+    Normal values come out of logarithms and cosines, whose last bit differs between processors; replica groups on other
+    hardware would start from another model. So they are drawn in fp64 and rounded to multiples of 0.02 / 2^14, which
+    takes that bit away.
+    """
     if len(size) == 1:
         return torch.ones(size)
     name_and_seed = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(name_and_seed[:8], "little", signed=True))
-    return torch.empty(size, dtype=torch.float32, device="cpu").normal_(0.0, INIT_STD, generator=generator)
+    draws = torch.empty(size, dtype=torch.float64, device="cpu").normal_(generator=generator)
+    return draws.mul_(STEPS_PER_STD).round_().mul_(INIT_STD / STEPS_PER_STD).float()
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -195,7 +196,6 @@ class Launcher:
             child.complaint, child.is_fatal = "", False
             child.log.parent.mkdir(parents=True, exist_ok=True)
             child.log_file = child.log.open("ab")
-            launcher = os.getpid()
             child.process = subprocess.Popen(
                 child.command,
                 env=os.environ | child.environment,
@@ -203,7 +203,7 @@ class Launcher:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl+C reaches the launcher alone, which then ends its children in order
-                preexec_fn=lambda: die_with_parent(launcher),
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
             assert child.process.stdout is not None
             os.set_blocking(child.process.stdout.fileno(), False)
@@ -218,12 +218,15 @@ class Launcher:
             self._read(key.data)
 
     def _read(self, child: Child) -> None:
-        assert child.process is not None and child.process.stdout is not None and child.log_file is not None
+        assert child.process is not None
+        assert child.process.stdout is not None
+        assert child.log_file is not None
         data = child.process.stdout.read()
         if data is None:
             return
-        if not data:
-            self._selector.unregister(child.process.stdout)
+        if not data:  # every process that could write has ended
+            if child.process.stdout in self._selector.get_map():
+                self._selector.unregister(child.process.stdout)
             return
         child.log_file.write(data)
         child.log_file.flush()
@@ -250,7 +253,8 @@ class Launcher:
     # ---- what ends ----
 
     def _ended(self, child: Child) -> None:
-        assert child.process is not None and child.log_file is not None
+        assert child.process is not None
+        assert child.log_file is not None
         self._read_rest(child)
         code, pid = child.process.returncode, child.process.pid
         _kill_session(pid)  # what the job left behind, if anything
@@ -292,9 +296,10 @@ class Launcher:
             self._shown_by = None  # whoever speaks next is shown from now on
 
     def _read_rest(self, child: Child) -> None:
-        assert child.process is not None and child.process.stdout is not None
+        assert child.process is not None
+        assert child.process.stdout is not None
         self._read(child)
-        if child.process.stdout in [key.fileobj for key in self._selector.get_map().values()]:
+        if child.process.stdout in self._selector.get_map():
             self._selector.unregister(child.process.stdout)
         child.process.stdout.close()
         child.unread = b""
@@ -438,7 +443,7 @@ def merge_summaries(launcher: Launcher) -> dict[str, Any]:
         if file.exists():
             replicas[str(group)] = json.loads(file.read_text())
     told = [replica for replica in replicas.values() if replica["status"] == "completed"] or list(replicas.values())
-    best = max(told, key=lambda replica: replica["rounds"], default={})
+    best: dict[str, Any] = max(told, key=lambda replica: replica["rounds"], default={})
     faults: dict[str, int] = {"restarts": sum(child.restarts for child in launcher.groups.values())}
     for replica in replicas.values():
         for kind, count in replica["faults"].items():

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy, summed and not averaged, so that the caller divides by the tokens of the whole group's batch.
+"""Next-token cross-entropy, summed and not averaged: the caller divides by the tokens of the group's global batch.
 
 How the numbers of a step are put together, with `n` the group's valid tokens in its global batch:
 
@@ -13,10 +13,10 @@ the group's tokens, whatever the sharding, the micro-batching and the padding.
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import cross_entropy
 
 IGNORE_INDEX = -100  # labels with this value count neither in the loss nor in the number of valid tokens
 
@@ -35,13 +35,11 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
         assert logits.size(2) % group.size() == 0
         local = logits.to_local().flatten(0, 1)  # (B T, V / tp)
         return _VocabularyParallelCrossEntropy.apply(local, labels.flatten(), group)
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
-    """Each rank holds a slice of the vocabulary; only three numbers per token travel (Megatron-LM, arXiv 1909.08053, 3).
+    """Each rank holds a slice of the vocabulary; three numbers per token travel (Megatron-LM, arXiv 1909.08053, 3).
 
     torch's `loss_parallel` computes the same, but keeps an fp32 copy of the logits until the backward and works only if
     the caller runs that inside its context, too.

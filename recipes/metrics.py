@@ -1,4 +1,4 @@
-"""What a replica group records: one row per log step, one per round, the same in TensorBoard, and lines for a person."""
+"""What a replica group records: a row per log step and per round, the same in TensorBoard, and lines for a person."""
 
 import logging
 import sys
@@ -165,7 +165,11 @@ class Metrics:
         self._files.append("rounds.jsonl", [row])
         self._files.append("ledger.jsonl", report.ledger)
         self.round_seconds = {key: self.round_seconds.get(key, 0.0) + value for key, value in report.seconds.items()}
-        curves = {"loss": report.loss, "tokens": report.tokens, "participants": len(report.participants)}
+        curves: dict[str, Any] = {
+            "loss": report.loss,
+            "tokens": report.tokens,
+            "participants": len(report.participants),
+        }
         curves |= {"alive": report.alive, "bytes_sent": report.bytes_sent, "retries": report.retries}
         curves |= {f"seconds_{key}": value for key, value in report.seconds.items()}
         curves |= {

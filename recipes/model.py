@@ -8,8 +8,8 @@ Shapes: B sequences, T positions, D model dimension, H query heads, K key/value 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from recipes.model_shape import ModelShape
@@ -29,7 +29,7 @@ def rope_tables(shape: ModelShape, device: torch.device | str | None = None) -> 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embedding to `x` (B, heads, T, E) with tables (T, E); computed in fp32, returned as `x` was."""
+    """Rotate queries or keys `x` (B, heads, T, E) by tables (T, E); computed in fp32, returned in the dtype of `x`."""
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
     return (x * cos + rotated * sin).type_as(x)
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         q = rotate(q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2), cos, sin)  # (B, H, T, E)
         k = rotate(k.unflatten(-1, (-1, self.head_dim)).transpose(1, 2), cos, sin)  # (B, K, T, E)
         v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, K, T, E)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
         return self.wo(mixed.transpose(1, 2).flatten(2))  # (B, T, D)
 
 
@@ -66,7 +66,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # (B, T, D)
+        return self.w2(silu(self.w1(x)) * self.w3(x))  # (B, T, D)
 
 
 class Block(nn.Module):
@@ -84,16 +84,17 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self.recompute_in_backward and torch.is_grad_enabled():
             # Nothing in a block is random, so there is no RNG state to keep for the second pass.
-            return checkpoint(self._forward, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
-        return self._forward(x, cos, sin)
+            return checkpoint(self.residual, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+        return self.residual(x, cos, sin)
 
-    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def residual(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The block's arithmetic, apart from how much of it is remembered for the backward."""
         x = x + self.attention(self.attention_norm(x), cos, sin)  # (B, T, D)
         return x + self.feed_forward(self.ffn_norm(x))  # (B, T, D)
 
 
 class Llama(nn.Module):
-    """The decoder. Build it under `torch.device("meta")`; `recipes.init_weights.initialize` gives it memory and values."""
+    """The decoder. Build it under `torch.device("meta")`; `init_weights.initialize` gives it memory and values."""
 
     rope_cos: Tensor
     rope_sin: Tensor

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from recipes.config import Recipe
-from recipes.model import Llama
+from recipes.model import Block, Llama
 
 
 def build_mesh(dp_shard: int, tp: int, device_type: str) -> DeviceMesh | None:
@@ -35,21 +35,33 @@ def parallelize(model: Llama, mesh: DeviceMesh | None, recipe: Recipe) -> None:
     """Parallelise a model (on the meta device) in place as the recipe says. Parameter names stay as they are.
 
     Afterwards gradients are summed over the "dp_shard" ranks, not averaged: divide the loss by the group's tokens.
-    One rank in float32 keeps plain tensors; else every parameter is a DTensor over both axes of `mesh`.
+    One rank in float32 keeps plain tensors; else every parameter is a DTensor, over "dp_shard" or over both axes.
+    Raises ValueError if a lower precision is asked for without a process group (`mesh` None).
     """
+    low_precision = recipe.training.mixed_precision_param != "float32"
+    if mesh is None and low_precision:
+        raise ValueError(
+            f"training.mixed_precision_param = {recipe.training.mixed_precision_param!r} needs a process group: "
+            'start this with torchrun or set it to "float32"'
+        )
     if mesh is not None and mesh["tp"].size() > 1:
         _apply_tensor_parallel(model, mesh["tp"], loss_parallel=not recipe.parallelism.disable_loss_parallel)
     _apply_activation_checkpoint(model, recipe)
     if recipe.compile.enable:
         for block in model.layers:
-            # The function and not the module: FSDP2's hooks then stay outside the graph, and names unchanged.
-            block.forward = torch.compile(block.forward, fullgraph=True)
-    if mesh is not None and (mesh.size() > 1 or recipe.training.mixed_precision_param != "float32"):
+            assert isinstance(block, Block)
+            # The arithmetic and not the module: names stay as they are, and FSDP2's hooks and the recomputation remain
+            # outside the graph (torch 2.13 fails on recomputation of a tensor-parallel block inside one).
+            block.residual = torch.compile(block.residual, fullgraph=True)  # type: ignore[method-assign]
+    if mesh is not None and (mesh.size() > 1 or low_precision):
         _apply_fsdp(model, mesh["dp_shard"], recipe)
 
 
 def _apply_tensor_parallel(model: Llama, tp_mesh: DeviceMesh, loss_parallel: bool) -> None:
-    """Megatron-style split of heads, feed-forward and vocabulary; between them activations are sharded over T."""
+    """Split heads, feed-forward and vocabulary over the ranks (Megatron-LM, arXiv 1909.08053).
+
+    In between, the residual stream and the norms are split over T (sequence parallel, arXiv 2205.05198).
+    """
     parallelize_module(
         model,
         tp_mesh,
@@ -78,12 +90,19 @@ def _apply_tensor_parallel(model: Llama, tp_mesh: DeviceMesh, loss_parallel: boo
             ),
         },
     )
+    # What the embedding returns is still under way (an AsyncCollectiveTensor), and as the input of a compiled block it
+    # gets no gradient in torch 2.13: the embedding would silently stop learning. A copy is an ordinary tensor.
+    model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
+    if not loss_parallel:
+        # The logits are a view then; nobody changes them in place, which is all that this warning is about.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def _apply_activation_checkpoint(model: Llama, recipe: Recipe) -> None:
     mode = recipe.activation_checkpoint.mode
     every = {"none": 0, "full": 1, "selective": int(recipe.activation_checkpoint.selective_ac_option)}[mode]
     for index, block in enumerate(model.layers):
+        assert isinstance(block, Block)
         block.recompute_in_backward = every > 0 and index % every == 0
 
 
@@ -93,9 +112,6 @@ def _apply_fsdp(model: Llama, dp_mesh: DeviceMesh, recipe: Recipe) -> None:
     Also over a single data-parallel rank: FSDP2 is what computes in bfloat16 from float32 parameters, and what reduces
     the norms' gradients over the tensor-parallel ranks.
     """
-    # A tensor-parallel module returns a view of its DTensor; the model changes no activation in place, which is the only
-    # thing that this warning, once per unit and rank, is about.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, recipe.training.mixed_precision_param),
         reduce_dtype=getattr(torch, recipe.training.mixed_precision_reduce),

@@ -1,4 +1,4 @@
-"""One rank of one replica group: `torchrun -m recipes.train --job.config_file recipe.toml`, or without torchrun for one.
+"""One rank of one replica group: `torchrun -m recipes.train --job.config_file recipe.toml`; alone without torchrun.
 
 `./run_train.sh` starts a whole run. Exit status: 0 the run is complete, 2 bad input, 75 told to stop (the same command
 goes on from the last checkpoint), any other: a crash.
@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,7 @@ def train(recipe: Recipe, command: Command, rank: Rank) -> None:
         dp_rank=dp_rank,
         dp_degree=dp_shard,
     )
+    num_micro_batches = batch_size // (dp_shard * batches.local_batch_size)
     loader = build_loader(samples, batches, recipe.data.num_workers)
     checkpoints = build_checkpoints(recipe, command, model, files, rank)
     outer = build_outer(recipe, command, model, optimizer, samples, batch_size, files, checkpoints, rank)
@@ -119,9 +120,7 @@ def train(recipe: Recipe, command: Command, rank: Rank) -> None:
                 started = time.perf_counter()
                 lr = scheduled_lr(recipe, step)
                 set_learning_rate(optimizer, lr)
-                micro_batches = [
-                    next(stream).to(rank.device) for _ in range(batch_size // (dp_shard * batches.local_batch_size))
-                ]
+                micro_batches = [next(stream).to(rank.device) for _ in range(num_micro_batches)]
                 loss_sum, num_tokens, grad_norm = inner_step(model, optimizer, micro_batches, recipe, mesh)
                 profiler.step()
                 if metrics is not None:
@@ -154,7 +153,7 @@ def inner_step(
     recipe: Recipe,
     mesh: DeviceMesh | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One optimizer step of the group. Returns (sum of losses, number of tokens) over the group, and the gradient norm."""
+    """One optimizer step of the group. Returns its sum of losses, its number of tokens and its gradient norm."""
     labels = [tokens[:, 1:] for tokens in micro_batches]
     num_tokens = sum_over_data_parallel(torch.stack([(each != IGNORE_INDEX).sum() for each in labels]).sum(), mesh)
     loss_sum = torch.zeros((), device=num_tokens.device)
@@ -206,7 +205,7 @@ def load_data(recipe: Recipe) -> tuple[PackedSamples, PackedSamples | None]:
 def build_model(recipe: Recipe, mesh: DeviceMesh | None, device: torch.device) -> Llama:
     """The model, parallelised and initialised."""
     with torch.device("meta"):
-        model = Llama(FLAVORS[recipe.model.flavor])
+        model = Llama(replace(FLAVORS[recipe.model.flavor], max_seq_len=recipe.training.seq_len))
     parallelize(model, mesh, recipe)
     initialize(model, recipe.training.seed, device)
     return model
@@ -300,8 +299,8 @@ def build_fleet(recipe: Recipe, rank: Rank) -> Fleet:
     if lighthouse is None:
         if groups.num_replica_groups > 1:
             raise LaunchError(
-                f"fault_tolerance.num_replica_groups = {groups.num_replica_groups}, but TORCHFT_LIGHTHOUSE does not say "
-                "where the groups meet: set it to http://host:port, or start the whole run with ./run_train.sh"
+                f"fault_tolerance.num_replica_groups = {groups.num_replica_groups}, but TORCHFT_LIGHTHOUSE does not "
+                "say where the groups meet: set it to http://host:port, or start the whole run with ./run_train.sh"
             )
         return SoloFleet(groups.replica_id, group=rank.control)
     from isoloco.torchft_fleet import TorchFTFleet
