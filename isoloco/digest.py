@@ -94,12 +94,14 @@ def counted_here(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
     """Whether this rank counts its part of a tensor in a sum over ``group`` in which every element counts once.
 
     Of the ranks that hold the same shard of a DTensor, the first one does; of a plain tensor, which is then the same on
-    all ranks, the first rank of the group (None: this process alone).
+    all ranks, the first rank of the group (None: this process alone). The mesh of a DTensor may be a part of the group
+    (FSDP alone, beside matrices under FSDP and tensor parallelism): the other ranks then hold copies on meshes of their
+    own, and the mesh with the first rank of the group (None: of the default group) counts.
     """
     if not isinstance(tensor, DTensor):
         return group is None or dist.get_rank(group) == 0
     position = tensor.device_mesh.get_coordinate()
-    if position is None:
+    if position is None or dist.get_process_group_ranks(group)[0] not in tensor.device_mesh.mesh:
         return False
     return all(
         coordinate == 0

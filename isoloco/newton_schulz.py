@@ -75,7 +75,7 @@ def unit_scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def exact_matmuls(device: torch.device) -> Iterator[None]:
     """Inside, matrix products keep the dtype of their operands: no autocast, no TF32 or bf16 in place of fp32."""
     # not torch.set_float32_matmul_precision: its getter raises in a program that has set one of these
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:

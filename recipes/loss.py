@@ -56,7 +56,7 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         peak = shifted.amax(dim=1)  # (N,)
         dist.all_reduce(peak, dist.ReduceOp.MAX, group)
         shifted = shifted - peak[:, None]
-        label_logit = shifted.gather(1, local_labels[:, None]).squeeze(1) * is_local
+        label_logit = shifted.gather(1, local_labels[:, None]).squeeze(1).where(is_local, 0.0)
         sums = torch.stack((shifted.exp().sum(dim=1), label_logit))  # (2, N)
         dist.all_reduce(sums, dist.ReduceOp.SUM, group)
         log_total = sums[0].log()

@@ -202,7 +202,7 @@ class Metrics:
         alone = len(report.participants) == 1 and report.registered > 1
         self._num_solo = self._num_solo + 1 if alone else 0
         self.num_solo_rounds += alone
-        if self._num_solo >= 2:
+        if self._num_solo == 2 or (self._num_solo > 0 and self._num_solo % 20 == 0):
             logger.warning(
                 "%d rounds in a row with one participant of %d groups: this group trains alone",
                 self._num_solo,

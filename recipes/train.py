@@ -73,6 +73,7 @@ def train(recipe: Recipe, command: Command, rank: Rank) -> None:
     """Train this rank's share of one replica group until the run is complete."""
     replica_id = recipe.fault_tolerance.replica_id
     files = ReplicaFiles(recipe.job.dump_folder, replica_id)
+    torch.manual_seed(recipe.training.seed)
     samples, validation = load_data(recipe)
     dp_shard, tp = ranks_per_group(recipe, rank.num_ranks)
     dp_rank = rank.rank // tp

@@ -15,11 +15,11 @@ from recipes.model_shape import ModelShape
 from recipes.parallelize import build_mesh, parallelize
 from tests.run_ranks import run_ranks
 
-SHAPE = ModelShape(vocab_size=50, dim=24, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=34, max_seq_len=8)
+SHAPE = ModelShape(vocab_size=52, dim=24, num_layers=1, num_heads=4, num_kv_heads=4, ffn_dim=36, max_seq_len=8)
 
 
 def gradient_of(name: str, shape: torch.Size) -> Tensor:
-    """A gradient whose size differs from parameter to parameter; the norms' are large, so that counting them twice shows."""
+    """Large for the norms, which tensor-parallel ranks replicate: to count those twice would show."""
     generator = torch.Generator().manual_seed(len(name))
     return torch.randn(shape, generator=generator) * (30.0 if len(shape) == 1 else 1.0)
 
@@ -77,12 +77,17 @@ def test_one_rank_clips_to_the_norm() -> None:
     assert_right(norms_and_scales(1, 1))
 
 
+def for_layouts(layouts: list[tuple[int, int]]) -> list[list[tuple[float, float]]]:
+    return [norms_and_scales(dp_shard, tp) for dp_shard, tp in layouts]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("dp_shard", "tp"), [(2, 1), (1, 2), (2, 2)])
-def test_a_group_clips_by_the_norm_of_the_whole_model(dp_shard: int, tp: int) -> None:
-    by_rank = run_ranks(dp_shard * tp, norms_and_scales, dp_shard, tp)
+@pytest.mark.parametrize("layouts", [[(2, 1), (1, 2)], [(2, 2), (4, 1), (1, 4)]], ids=["2 ranks", "4 ranks"])
+def test_a_group_clips_by_the_norm_of_the_whole_model(layouts: list[tuple[int, int]]) -> None:
+    by_rank = run_ranks(math.prod(layouts[0]), for_layouts, layouts)
     assert all(found == by_rank[0] for found in by_rank), "ranks would scale what they share differently"
-    assert_right(by_rank[0])
+    for found in by_rank[0]:
+        assert_right(found)
 
 
 def plain_parameters() -> list[nn.Parameter]:

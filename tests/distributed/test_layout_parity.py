@@ -7,16 +7,17 @@ has another number of valid tokens, and each step accumulates two micro-batches.
 import hashlib
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from recipes.clip_gradients import clip_gradients
 from recipes.config import Recipe
-from recipes.init_weights import initial_value, initialize
+from recipes.init_weights import initialize
 from recipes.loss import IGNORE_INDEX, cross_entropy_sum, sum_over_data_parallel
 from recipes.model import Llama
 from recipes.model_shape import ModelShape
@@ -25,10 +26,12 @@ from tests.run_ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
-# Over 2 (tp) x 2 (dp_shard) ranks: 250 -> 125 -> 63 + 62 rows of the vocabulary, 90 -> 45 -> 23 + 22 of the feed-forward.
+# Over 2 (tp) x 2 (dp_shard) ranks: 250 -> 125 -> 63 + 62 rows of vocabulary, 90 -> 45 -> 23 + 22 of feed-forward.
 SHAPE = ModelShape(vocab_size=250, dim=48, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=90, max_seq_len=32)
+SHALLOW = replace(SHAPE, num_layers=2)
 SEED = 42
 NUM_STEPS = 10
+MAX_NORM = 0.5
 NUM_MICRO_BATCHES = 2
 GLOBAL_BATCH = 8
 LOSS_TOLERANCE = 1e-5  # absolute, in nats
@@ -77,20 +80,20 @@ def global_batch(step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], labels
 
 
-def train(dp_shard: int, tp: int, recipe: Recipe, num_steps: int = NUM_STEPS) -> Run:
+def train(dp_shard: int, tp: int, recipe: Recipe, shape: ModelShape = SHAPE) -> Run:
     """Ten AdamW steps, as the train loop does them."""
     # full_tensor of strided shards warns of its two all-gathers, once per process.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     mesh = build_mesh(dp_shard, tp, "cpu")
     with torch.device("meta"):
-        model = Llama(SHAPE)
+        model = Llama(shape)
     parallelize(model, mesh, recipe)
     initialize(model, SEED, "cpu")
     run = Run(initial_digest=digest_of(model))
     run.placements = {str(getattr(parameter, "placements", "plain")) for parameter in model.parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     dp_rank = 0 if mesh is None else mesh.get_local_rank("dp_shard")
-    for step in range(num_steps):
+    for step in range(NUM_STEPS):
         tokens, labels = (
             part.view(dp_shard, NUM_MICRO_BATCHES, -1, 32)[dp_rank]  # (micro-batch, B, T)
             for part in global_batch(step)
@@ -101,7 +104,7 @@ def train(dp_shard: int, tp: int, recipe: Recipe, num_steps: int = NUM_STEPS) ->
             loss = cross_entropy_sum(model(tokens[index]), labels[index])
             (loss / num_tokens).backward()
             loss_sum += loss.detach()
-        run.norms.append(clip_gradients(model.parameters(), 1.0, mesh).item())
+        run.norms.append(clip_gradients(model.parameters(), MAX_NORM, mesh).item())
         run.losses.append((sum_over_data_parallel(loss_sum, mesh) / num_tokens).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -109,9 +112,30 @@ def train(dp_shard: int, tp: int, recipe: Recipe, num_steps: int = NUM_STEPS) ->
     return run
 
 
-def train_all(layouts: list[tuple[int, int]], recipes: list[Recipe]) -> list[Run]:
-    """Several runs in one set of processes, which take longer to start than to train."""
-    return [train(dp_shard, tp, recipe) for (dp_shard, tp), recipe in zip(layouts, recipes, strict=True)]
+Setting = tuple[int, int, Recipe]  # dp_shard, tp, recipe
+
+TWO_RANKS: dict[str, Setting] = {
+    "FSDP2": (2, 1, recipe_with()),
+    "FSDP2, everything resharded": (2, 1, recipe_with(parallelism__fsdp_reshard_after_forward="always")),
+    "FSDP2, nothing resharded": (2, 1, recipe_with(parallelism__fsdp_reshard_after_forward="never")),
+    "FSDP2, recomputed": (2, 1, recipe_with(activation_checkpoint__mode="full")),
+    "TP": (1, 2, recipe_with()),
+    "TP, whole logits": (1, 2, recipe_with(parallelism__disable_loss_parallel=True)),
+    "TP, every second block recomputed": (1, 2, recipe_with(activation_checkpoint__mode="selective")),
+}
+FOUR_RANKS: dict[str, Setting] = {"FSDP2 x TP": (2, 2, recipe_with()), "FSDP2": (4, 1, recipe_with())}
+BFLOAT16 = recipe_with(training__mixed_precision_param="bfloat16")
+
+
+def train_each(settings: dict[str, Setting]) -> dict[str, Run]:
+    return {name: train(dp_shard, tp, recipe) for name, (dp_shard, tp, recipe) in settings.items()}
+
+
+def train_on_ranks(num_ranks: int, settings: dict[str, Setting]) -> dict[str, Run]:
+    """All runs in one set of processes, which take longer to start than to train."""
+    by_rank = run_ranks(num_ranks, train_each, settings)
+    assert all(runs == by_rank[0] for runs in by_rank), "the ranks of a group disagree about its loss or norm"
+    return by_rank[0]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +143,19 @@ def one_rank() -> Run:
     return train(1, 1, recipe_with())
 
 
+@pytest.fixture(scope="module")
+def two_ranks() -> dict[str, Run]:
+    bfloat16 = {"FSDP2, bfloat16": (2, 1, BFLOAT16), "TP, bfloat16": (1, 2, BFLOAT16)}
+    return train_on_ranks(2, TWO_RANKS | bfloat16)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> dict[str, Run]:
+    return train_on_ranks(4, FOUR_RANKS)
+
+
 def assert_alike(run: Run, expected: Run) -> None:
+    assert run.initial_digest == expected.initial_digest
     assert len(run.losses) == len(expected.losses) == NUM_STEPS
     assert run.losses == pytest.approx(expected.losses, abs=LOSS_TOLERANCE, rel=0)
     assert run.norms == pytest.approx(expected.norms, rel=NORM_TOLERANCE)
@@ -127,79 +163,65 @@ def assert_alike(run: Run, expected: Run) -> None:
 
 def test_one_rank_starts_at_ln_v_and_learns_and_is_clipped(one_rank: Run) -> None:
     assert one_rank.losses[0] == pytest.approx(math.log(SHAPE.vocab_size), abs=0.1)
-    assert min(one_rank.norms) > 1.0, "the norms would not show whether clipping works"
+    assert min(one_rank.norms) > MAX_NORM, "the norms would not show whether clipping works"
     assert len(set(one_rank.losses)) == NUM_STEPS
     assert one_rank.placements == {"plain"}
 
 
-def test_two_ranks_train_like_one(one_rank: Run) -> None:
-    settings = {
-        (2, 1, "FSDP2"): recipe_with(),
-        (1, 2, "tensor parallel"): recipe_with(),
-        (2, 1, "FSDP2, everything resharded"): recipe_with(parallelism__fsdp_reshard_after_forward="always"),
-        (2, 1, "FSDP2, nothing resharded"): recipe_with(parallelism__fsdp_reshard_after_forward="never"),
-        (1, 2, "whole logits"): recipe_with(parallelism__disable_loss_parallel=True),
-        (2, 1, "FSDP2, recomputed"): recipe_with(activation_checkpoint__mode="full"),
-        (1, 2, "tensor parallel, half recomputed"): recipe_with(activation_checkpoint__mode="selective"),
-    }
-    layouts = [(dp_shard, tp) for dp_shard, tp, _ in settings]
-    by_rank = run_ranks(2, train_all, layouts, list(settings.values()))
-    assert by_rank[0] == by_rank[1], "the ranks of a group disagree about its loss or norm"
-    for (_, tp, _), run in zip(settings, by_rank[0], strict=True):
-        assert_alike(run, one_rank)
-        assert run.initial_digest == one_rank.initial_digest
-        expected = {"(Shard(dim=0),)"} if tp == 1 else {"(Shard(dim=0), Replicate())", "(Shard(dim=0), Shard(dim=1))"}
-        assert expected <= run.placements
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks_start_and_train_like_one(name: str, one_rank: Run, two_ranks: dict[str, Run]) -> None:
+    assert_alike(two_ranks[name], one_rank)
+    expected = {"(Shard(dim=0),)"} if name.startswith("FSDP2") else {"(Shard(dim=0), Shard(dim=1))"}
+    assert expected <= two_ranks[name].placements
 
 
-def test_four_ranks_with_both_train_like_one(one_rank: Run) -> None:
-    by_rank = run_ranks(4, train, 2, 2, recipe_with())
-    assert all(run == by_rank[0] for run in by_rank)
-    assert_alike(by_rank[0], one_rank)
-    assert by_rank[0].initial_digest == one_rank.initial_digest
-    assert by_rank[0].placements == {
-        "(_StridedShard(dim=0, sf=2), Shard(dim=0))",
-        "(Shard(dim=0), Shard(dim=1))",
-        "(Shard(dim=0), Replicate())",
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_four_ranks_start_and_train_like_one(name: str, one_rank: Run, four_ranks: dict[str, Run]) -> None:
+    assert_alike(four_ranks[name], one_rank)
+
+
+def test_every_parameter_is_sharded_over_the_data_parallel_ranks(four_ranks: dict[str, Run]) -> None:
+    assert four_ranks["FSDP2 x TP"].placements == {
+        "(_StridedShard(dim=0, sf=2), Shard(dim=0))",  # columns of a matrix of tensor parallelism
+        "(Shard(dim=0), Shard(dim=1))",  # rows
+        "(Shard(dim=0), Replicate())",  # norms
     }
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters(one_rank: Run) -> None:
-    recipe = recipe_with(training__mixed_precision_param="bfloat16")
-    for run in run_ranks(1, train, 1, 1, recipe) + run_ranks(2, train, 1, 2, recipe):
-        assert run.losses != one_rank.losses
-        assert run.losses == pytest.approx(one_rank.losses, abs=5e-3, rel=0)
-        assert run.norms == pytest.approx(one_rank.norms, rel=2e-2)
+def assert_close_in_bfloat16(run: Run, expected: Run) -> None:
+    assert run.initial_digest == expected.initial_digest  # parameters are float32; train() checks it after the steps
+    assert run.losses != expected.losses
+    assert run.losses == pytest.approx(expected.losses, abs=5e-3, rel=0)
+    assert run.norms == pytest.approx(expected.norms, rel=2e-2)
+
+
+@pytest.mark.parametrize("name", ["FSDP2, bfloat16", "TP, bfloat16"])
+def test_bfloat16_is_for_computing_only(name: str, one_rank: Run, two_ranks: dict[str, Run]) -> None:
+    assert_close_in_bfloat16(two_ranks[name], one_rank)
+
+
+def test_one_rank_with_a_process_group_computes_in_bfloat16_if_asked_to(one_rank: Run) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        low, full = train(1, 1, BFLOAT16), train(1, 1, recipe_with())
+    finally:
+        dist.destroy_process_group()
+    assert_close_in_bfloat16(low, one_rank)
+    assert full == one_rank, "one rank in float32 keeps plain tensors"
 
 
 def test_bfloat16_without_a_process_group_is_refused() -> None:
     with torch.device("meta"):
         model = Llama(SHAPE)
     with pytest.raises(ValueError, match=r"training\.mixed_precision_param = 'bfloat16' needs a process group"):
-        parallelize(model, None, recipe_with(training__mixed_precision_param="bfloat16"))
+        parallelize(model, None, BFLOAT16)
 
 
-@pytest.mark.timeout(600)
-def test_compiled_blocks_train_like_eager_ones(one_rank: Run) -> None:
-    compiled = recipe_with(compile__enable=True)
-    compiled_and_recomputed = recipe_with(compile__enable=True, activation_checkpoint__mode="selective")
-    for runs in run_ranks(2, train_all, [(2, 1), (1, 2)], [compiled, compiled_and_recomputed]):
-        for run in runs:
-            assert_alike(run, one_rank)
+def train_compiled() -> Run:
+    recipe = recipe_with(compile__enable=True, activation_checkpoint__mode="selective")
+    return train(1, 2, recipe, SHALLOW)
 
 
-def initial_shards_follow(dp_shard: int, tp: int) -> bool:
-    """Whether this rank's shards, put together, are the values that each name stands for."""
-    mesh = build_mesh(dp_shard, tp, "cpu")
-    with torch.device("meta"):
-        model = Llama(SHAPE)
-    parallelize(model, mesh, recipe_with())
-    initialize(model, SEED, "cpu")
-    return all(
-        torch.equal(whole(parameter.detach()), initial_value(name, parameter.shape, SEED))
-        for name, parameter in model.named_parameters()
-    )
-
-
-def test_four_fsdp_ranks_hold_uneven_shards_of_the_same_model() -> None:
-    assert all(run_ranks(4, initial_shards_follow, 4, 1))
+def test_compiled_blocks_recomputed_or_not_train_like_eager_ones() -> None:
+    for run in run_ranks(2, train_compiled):
+        assert_alike(run, train(1, 1, recipe_with(), SHALLOW))

@@ -13,6 +13,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from isoloco.digest import digest
 from tests.run_ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: dict[int, dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]]] = {
     2: {
         "rows": ((2,), (Shard(0),)),
@@ -38,10 +40,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def sharded(named: dict[str, torch.Tensor], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> dict[str, DTensor]:
-    return {
-        name: distribute_tensor(tensor, mesh, placements, src_data_rank=None)  #
-        for name, tensor in named.items()
-    }
+    return {name: distribute_tensor(tensor, mesh, placements, src_data_rank=None) for name, tensor in named.items()}
 
 
 def digests_by_layout(world_size: int) -> dict[str, str]:
@@ -55,32 +54,17 @@ def digests_by_layout(world_size: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
-def test_all_layouts_give_the_digest_of_the_whole_tensors(world_size: int) -> None:
-    expected = digest(tensors().items())
-    for found in run_ranks(world_size, digests_by_layout, world_size):
-        assert found == dict.fromkeys(found, expected)
-        assert len(found) == 1 + 2 * len(LAYOUTS[world_size])
-
-
-def digests_after_flips(world_size: int) -> list[str]:
-    """The digest after flipping the lowest bit of one element, for elements on different ranks, in every layout."""
-    found = []
-    for mesh_shape, placements in LAYOUTS[world_size].values():
+def digests_after_flips(world_size: int) -> dict[str, list[str]]:
+    """By layout, the digests after flipping the lowest bit of one element; the elements are on different ranks."""
+    found: dict[str, list[str]] = {}
+    for layout, (mesh_shape, placements) in LAYOUTS[world_size].items():
         mesh = init_device_mesh("cpu", mesh_shape)
+        found[layout] = []
         for element in (0, 100, 454):
             named = tensors()
             named["odd"].view(-1).view(torch.int32)[element] ^= 1
-            found.append(digest(sharded(named, mesh, placements).items()))
+            found[layout].append(digest(sharded(named, mesh, placements).items()))
     return found
-
-
-def test_one_bit_on_one_rank_changes_the_digest_everywhere() -> None:
-    results = run_ranks(4, digests_after_flips, 4)
-    assert results[1:] == results[:1] * 3
-    by_layout = [tuple(results[0][start : start + 3]) for start in range(0, len(results[0]), 3)]
-    assert len(set(by_layout)) == 1
-    assert len({*by_layout[0], digest(tensors().items())}) == 4
 
 
 def digest_of_a_diverged_replica() -> tuple[str, str]:
@@ -92,12 +76,6 @@ def digest_of_a_diverged_replica() -> tuple[str, str]:
     return digest([("a", DTensor.from_local(local, mesh, [Replicate()], run_check=False))]), digest(
         [("a", torch.ones(4, 4))]
     )
-
-
-def test_replicas_are_counted_once_by_the_first_of_them() -> None:
-    """Documents a limit: what only a later replica holds is not seen."""
-    for found, expected in run_ranks(2, digest_of_a_diverged_replica):
-        assert found == expected
 
 
 def digest_of_a_model() -> list[tuple[str, str]]:
@@ -116,12 +94,6 @@ def digest_of_a_model() -> list[tuple[str, str]]:
     return found
 
 
-def test_digest_of_a_model_under_fsdp2_and_tensor_parallelism() -> None:
-    for found in run_ranks(4, digest_of_a_model):
-        for sharded_digest, expected in found:
-            assert sharded_digest == expected
-
-
 def digest_in_two_groups() -> tuple[str, str]:
     """Two groups of two ranks in one world: each takes the digest of its own, different, model."""
     first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
@@ -132,17 +104,63 @@ def digest_in_two_groups() -> tuple[str, str]:
     return digest(mixed.items(), group=mine), digest((named | {"plain": mixed["plain"]}).items())
 
 
-def test_digest_over_a_group_of_ranks() -> None:
-    results = run_ranks(4, digest_in_two_groups)
-    assert all(found == expected for found, expected in results)
-    assert results[0] != results[2]
-
-
 def digest_of_unsummed_parts() -> None:
     parts = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (2,)), [Partial()])
     with pytest.raises(ValueError, match="reduce it"):
         digest([("a", parts)])
 
 
-def test_unsummed_parts_are_refused() -> None:
-    run_ranks(2, digest_of_unsummed_parts)
+def measure(world_size: int) -> dict:
+    """Everything that is asked of a world of so many ranks, in one start of its processes."""
+    measured = {"layouts": digests_by_layout(world_size), "flips": digests_after_flips(world_size)}
+    if world_size == 2:
+        digest_of_unsummed_parts()
+        measured["diverged_replica"] = digest_of_a_diverged_replica()
+    else:
+        measured["model"] = digest_of_a_model()
+        measured["two_groups"] = digest_in_two_groups()
+    return measured
+
+
+@pytest.fixture(scope="module")
+def worlds() -> dict[int, list[dict]]:
+    """By world size, what each rank measured."""
+    return {world_size: run_ranks(world_size, measure, world_size) for world_size in LAYOUTS}
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_all_layouts_give_the_digest_of_the_whole_tensors(worlds, world_size: int) -> None:
+    expected = digest(tensors().items())
+    for measured in worlds[world_size]:
+        assert measured["layouts"] == dict.fromkeys(measured["layouts"], expected)
+        assert len(measured["layouts"]) == 1 + 2 * len(LAYOUTS[world_size])
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_one_bit_on_one_rank_changes_the_digest_everywhere(worlds, world_size: int) -> None:
+    unchanged = digest(tensors().items())
+    for measured in worlds[world_size]:
+        flips = measured["flips"]
+        assert flips == dict.fromkeys(flips, flips["rows"]), "as much in one layout as in another"
+        assert len({*flips["rows"], unchanged}) == 4
+        assert flips == worlds[world_size][0]["flips"]
+
+
+def test_replicas_are_counted_once_by_the_first_of_them(worlds) -> None:
+    """Documents a limit: what only a later replica holds is not seen."""
+    for measured in worlds[2]:
+        found, expected = measured["diverged_replica"]
+        assert found == expected
+
+
+def test_digest_of_a_model_under_fsdp2_and_tensor_parallelism(worlds) -> None:
+    for measured in worlds[4]:
+        assert len(measured["model"]) == 3
+        for found, expected in measured["model"]:
+            assert found == expected
+
+
+def test_digest_over_a_group_of_ranks(worlds) -> None:
+    results = [measured["two_groups"] for measured in worlds[4]]
+    assert all(found == expected for found, expected in results)
+    assert results[0] != results[2]

@@ -21,6 +21,8 @@ from isoloco.outer_optimizer import OuterOptimizer
 from isoloco.whole_matrix import apply_to_whole
 from tests.run_ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 METHODS = {
     "svd": {"isotropic": "svd"},
     "newton_schulz": {"isotropic": "newton_schulz", "scale": "rms"},
@@ -122,41 +124,6 @@ def measure_outer_steps(world_size: int) -> dict:
     return measured
 
 
-@functools.cache
-def outer_steps(world_size: int) -> list[dict]:
-    return run_ranks(world_size, measure_outer_steps, world_size)
-
-
-WORLDS_AND_LAYOUTS = [(world_size, layout) for world_size, layouts in LAYOUTS.items() for layout in layouts]
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("world_size", "layout"), WORLDS_AND_LAYOUTS)
-def test_sharded_step_equals_the_unsharded_one(world_size: int, layout: str, method: str) -> None:
-    """I19: θ and momentum after two rounds, every matrix, every rank. 1e-5 allowed."""
-    for rank, measured in enumerate(outer_steps(world_size)):
-        for case in CASES:
-            for name in (case, f"momentum.{case}"):
-                assert measured["errors"][layout, method, name] < 1e-5, (rank, name)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("world_size", LAYOUTS)
-def test_all_ranks_and_layouts_end_with_the_same_bits(world_size: int, method: str) -> None:
-    """I20: one digest of θ and momentum on all ranks, whole or sharded in any way."""
-    layouts = ["whole", *LAYOUTS[world_size]]
-    digests = {measured["digests"][layout, method] for measured in outer_steps(world_size) for layout in layouts}
-    assert len(digests) == 1
-    others = {outer_steps(world_size)[0]["digests"]["whole", other] for other in METHODS if other != method}
-    assert not digests & others, "the methods must differ, or equality means nothing"
-
-
-@pytest.mark.parametrize(("world_size", "layout"), WORLDS_AND_LAYOUTS)
-def test_parameters_and_momentum_keep_their_placement(world_size: int, layout: str) -> None:
-    for measured in outer_steps(world_size):
-        assert all(measured["placed_alike"][layout, method] for method in METHODS)
-
-
 def orthogonalize_shards() -> tuple[float, float]:
     """Relative distance to Iso of the whole: of what isotropic() makes of a DTensor, and of what it makes of shards."""
     matrix = pseudo_gradients(seed=1)["tall"]
@@ -164,13 +131,6 @@ def orthogonalize_shards() -> tuple[float, float]:
     exact = isotropic(matrix)
     by_shard = DTensor.from_local(isotropic(sharded.to_local()), sharded.device_mesh, sharded.placements)
     return tuple(float((each.full_tensor() - exact).norm() / exact.norm()) for each in (isotropic(sharded), by_shard))
-
-
-def test_orthogonalizing_shards_would_be_another_algorithm() -> None:
-    """B68: the mistake that this machinery prevents is large; a DTensor given to isotropic() itself is safe."""
-    for error_whole, error_by_shard in run_ranks(2, orthogonalize_shards):
-        assert error_whole < 1e-5
-        assert error_by_shard > 0.1
 
 
 def shard_as_torch_does() -> list[tuple]:
@@ -197,13 +157,6 @@ def shard_as_torch_does() -> list[tuple]:
     return found
 
 
-def test_whole_matrices_of_a_model_under_fsdp2_and_tensor_parallelism() -> None:
-    """The placements are those torch chooses: strided rows for column-parallel layers, rows × columns for the others."""
-    for found in run_ranks(4, shard_as_torch_does):
-        assert [kind[-1] for kind in found] == [["_StridedShard", "Shard"], ["Shard", "Shard"]] * 4
-        assert all(whole_equal and shard_equal and placed for whole_equal, shard_equal, placed, _ in found)
-
-
 def give_unsummed_parts() -> str:
     parts = DTensor.from_local(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Partial()])
     with pytest.raises(ValueError, match="reduce it first") as caught:
@@ -223,8 +176,70 @@ def give_nan_on_one_rank() -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("misuse", [give_unsummed_parts, give_nan_on_one_rank])
-def test_misuse_is_an_error_on_every_rank(misuse) -> None:
+def measure(world_size: int) -> dict:
+    """Everything that is asked of a world of so many ranks, in one start of its processes."""
+    measured = measure_outer_steps(world_size)
+    if world_size == 2:
+        measured["shards_alone"] = orthogonalize_shards()
+        measured["misuse"] = [give_unsummed_parts(), give_nan_on_one_rank()]
+    else:
+        measured["model"] = shard_as_torch_does()
+    return measured
+
+
+@pytest.fixture(scope="module")
+def worlds() -> dict[int, list[dict]]:
+    """By world size, what each rank measured."""
+    return {world_size: run_ranks(world_size, measure, world_size) for world_size in LAYOUTS}
+
+
+WORLDS_AND_LAYOUTS = [(world_size, layout) for world_size, layouts in LAYOUTS.items() for layout in layouts]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("world_size", "layout"), WORLDS_AND_LAYOUTS)
+def test_sharded_step_equals_the_unsharded_one(worlds, world_size: int, layout: str, method: str) -> None:
+    """I19: θ and momentum after two rounds, every matrix, every rank. 1e-5 allowed."""
+    for rank, measured in enumerate(worlds[world_size]):
+        for case in CASES:
+            for name in (case, f"momentum.{case}"):
+                assert measured["errors"][layout, method, name] < 1e-5, (rank, name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_all_ranks_and_layouts_end_with_the_same_bits(worlds, world_size: int, method: str) -> None:
+    """I20: one digest of θ and momentum on all ranks, whole or sharded in any way."""
+    layouts = ["whole", *LAYOUTS[world_size]]
+    digests = {measured["digests"][layout, method] for measured in worlds[world_size] for layout in layouts}
+    assert len(digests) == 1
+    others = {worlds[world_size][0]["digests"]["whole", other] for other in METHODS if other != method}
+    assert not digests & others, "the methods must differ, or equality means nothing"
+
+
+@pytest.mark.parametrize(("world_size", "layout"), WORLDS_AND_LAYOUTS)
+def test_parameters_and_momentum_keep_their_placement(worlds, world_size: int, layout: str) -> None:
+    for measured in worlds[world_size]:
+        assert all(measured["placed_alike"][layout, method] for method in METHODS)
+
+
+def test_orthogonalizing_shards_would_be_another_algorithm(worlds) -> None:
+    """B68: the mistake that this machinery prevents is large; a DTensor given to isotropic() itself is safe."""
+    for measured in worlds[2]:
+        error_whole, error_by_shard = measured["shards_alone"]
+        assert error_whole < 1e-5
+        assert error_by_shard > 0.1
+
+
+def test_whole_matrices_of_a_model_under_fsdp2_and_tensor_parallelism(worlds) -> None:
+    """The placements are torch's choice: strided rows for column-parallel layers, rows × columns for the others."""
+    for measured in worlds[4]:
+        found = measured["model"]
+        assert [kind[-1] for kind in found] == [["_StridedShard", "Shard"], ["Shard", "Shard"]] * 4
+        assert all(whole_equal and shard_equal and placed for whole_equal, shard_equal, placed, _ in found)
+
+
+def test_misuse_is_an_error_on_every_rank(worlds) -> None:
     """Not on the rank alone that holds the bad element, which would leave the others waiting in a collective."""
-    messages = run_ranks(2, misuse)
-    assert messages[0] == messages[1]
+    assert worlds[2][0]["misuse"] == worlds[2][1]["misuse"]
+    assert len(worlds[2][0]["misuse"]) == 2

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from recipes.loss import IGNORE_INDEX, cross_entropy_sum, sum_over_data_parallel
 from recipes.parallelize import build_mesh
@@ -32,43 +32,39 @@ def example(case: str) -> tuple[Tensor, Tensor]:
     return logits, labels
 
 
-def loss_and_gradient(case: str, split: bool) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(case: str, tp_mesh: DeviceMesh | None) -> tuple[Tensor, Tensor]:
     logits, labels = example(case)
+    if tp_mesh is not None:
+        logits = distribute_tensor(logits, tp_mesh, [Shard(2)], src_data_rank=None)
     logits.requires_grad_()
-    given = logits
-    if split:
-        given = distribute_tensor(logits, init_device_mesh("cpu", (2,)), [Shard(2)], src_data_rank=None)
-    loss = cross_entropy_sum(given, labels)
+    loss = cross_entropy_sum(logits, labels)
     (loss / 7).backward()
-    return loss.detach(), logits.grad
+    return loss.detach(), logits.grad.full_tensor() if isinstance(logits, DTensor) else logits.grad
 
 
-def split_losses() -> list[tuple[Tensor, Tensor]]:
-    found = []
-    for case in CASES:
-        loss, gradient = loss_and_gradient(case, split=True)
-        found.append((loss, gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient))
-    return found
-
-
-def test_split_and_whole_logits_give_the_same_loss_and_gradient() -> None:
-    by_rank = run_ranks(2, split_losses)
-    for index, case in enumerate(CASES):
-        expected_loss, expected_gradient = loss_and_gradient(case, split=False)
-        for loss, gradient in (found[index] for found in by_rank):
-            torch.testing.assert_close(loss, expected_loss, msg=lambda text, case=case: f"{case}: {text}")
-            torch.testing.assert_close(gradient, expected_gradient, msg=lambda text, case=case: f"{case}: {text}")
-        assert torch.equal(by_rank[0][index][0], by_rank[1][index][0]), case
-
-
-def summed(dp_shard: int, tp: int) -> tuple[float, int]:
-    mesh = build_mesh(dp_shard, tp, "cpu")
+def on_a_rank() -> tuple[list[tuple[Tensor, Tensor]], float, int]:
+    mesh = build_mesh(2, 2, "cpu")
     assert mesh is not None
     value = torch.tensor(10.0 ** mesh.get_local_rank("dp_shard"))
-    total = sum_over_data_parallel(value, mesh)
+    total, number = sum_over_data_parallel(value, mesh), sum_over_data_parallel(torch.tensor(3), mesh)
     assert value.item() == 10.0 ** mesh.get_local_rank("dp_shard"), "the input is kept"
-    return total.item(), sum_over_data_parallel(torch.tensor(3), mesh).item()
+    return [loss_and_gradient(case, mesh["tp"]) for case in CASES], total.item(), int(number.item())
 
 
-def test_sums_count_each_data_parallel_rank_once() -> None:
-    assert run_ranks(4, summed, 2, 2) == [(11.0, 6)] * 4
+@pytest.fixture(scope="module")
+def by_rank() -> list[tuple[list[tuple[Tensor, Tensor]], float, int]]:
+    return run_ranks(4, on_a_rank)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_split_and_whole_logits_give_the_same_loss_and_gradient(case: str, by_rank: list) -> None:
+    expected = loss_and_gradient(case, None)
+    assert expected[0].isfinite()
+    of_the_ranks = [losses[CASES.index(case)] for losses, _, _ in by_rank]
+    for found in of_the_ranks:
+        torch.testing.assert_close(found, expected)
+        assert torch.equal(found[0], of_the_ranks[0][0]), "ranks that see the same tokens see another loss"
+
+
+def test_sums_count_each_data_parallel_rank_once(by_rank: list) -> None:
+    assert [(total, number) for _, total, number in by_rank] == [(11.0, 6)] * 4
