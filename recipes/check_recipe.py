@@ -137,6 +137,13 @@ def check_rounds(recipe: Recipe) -> None:
             "outer.clip",
             "outer.orthogonalizer",
         )
+    if outer.clip and outer.scale != "mean":
+        raise RecipeError(
+            f"outer.clip = {quote(outer.clip)} clips at the mean singular value, not at outer.scale = "
+            f'{quote(outer.scale)}: set outer.scale = "mean"',
+            "outer.clip",
+            "outer.scale",
+        )
     if outer.method == "diloco_sgd" and outer.momentum != 0:
         raise RecipeError(
             f'outer.momentum = {outer.momentum}, but outer.method = "diloco_sgd" has none: use method = "diloco"',

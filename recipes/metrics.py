@@ -24,6 +24,8 @@ def log_to_stdout(replica_id: int, rank: int) -> None:
     """Set up the "isoloco" logger: rank 0 of a group tells everything, the others only what is wrong."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(f"%(asctime)s group {replica_id} %(levelname)s %(message)s", "%H:%M:%S"))
+    # Gathering a matrix that is sharded over two mesh axes is not a mistake here, and said once per rank.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
@@ -63,15 +65,16 @@ class Metrics:
         self._peak = peak_flops(device)
         self._num_ranks = num_ranks
         self._device = device
-        self._seconds: list[float] = []  # of the inner steps since the last log line
-        self.productive_seconds = 0.0  # spent in inner steps whose round was committed
+        self._num_timed = 0  # inner steps since the last row, and the seconds that they took
+        self._seconds = 0.0
+        self._since = 0.0
+        self._phase_started = 0.0
         self._phase_seconds = 0.0
+        self.productive_seconds = 0.0  # spent in inner phases that a committed round counted
         self.started = time.monotonic()
         self._first_step = step
-        self.faults: dict[str, int] = {"heals": 0, "retries": 0, "exclusions": 0}
-        self.round_seconds: dict[str, float] = {}
+        self.faults: dict[str, int] = {"heals": 0, "retries": 0, "exclusions": 0, "solo_rounds": 0}
         self._num_solo = 0
-        self.num_solo_rounds = 0
         self._writer = None
         if recipe.metrics.enable_tensorboard:
             self._writer = SummaryWriter(str(files.folder / recipe.metrics.save_tb_folder), purge_step=step + 1)
@@ -89,15 +92,24 @@ class Metrics:
         """Whether inner step ``step`` (from 1) gets a row."""
         return step % self._recipe.metrics.log_freq == 0 or step in (1, self._num_steps)
 
-    def inner_step(self, step: int, round_number: int, seconds: float, *, lr: float, values: Mapping[str, Any]) -> None:
+    def begin_phase(self) -> None:
+        """The inner steps of a phase begin."""
+        self._phase_started = self._since = time.monotonic()
+
+    def inner_step(self, step: int, round_number: int, *, lr: float, values: Mapping[str, Any]) -> None:
         """Count an inner step (from 1), and record it if one is due. ``values``: loss and grad_norm, read only then."""
-        self._seconds.append(seconds)
-        self._phase_seconds += seconds
+        loss = grad_norm = 0.0
+        if self.is_due(step):
+            loss, grad_norm = float(values["loss"]), float(values["grad_norm"])  # waits for an accelerator
+        now = time.monotonic()
+        self._num_timed += 1
+        self._seconds += now - self._since
+        self._since = now
+        self._phase_seconds = now - self._phase_started
         if not self.is_due(step):
             return
-        loss, grad_norm = float(values["loss"]), float(values["grad_norm"])
-        seconds_per_step = sum(self._seconds) / len(self._seconds)
-        self._seconds = []
+        seconds_per_step = self._seconds / self._num_timed
+        self._num_timed, self._seconds = 0, 0.0
         row: dict[str, Any] = {
             "step": step,
             "round": round_number,
@@ -164,7 +176,6 @@ class Metrics:
         }
         self._files.append("rounds.jsonl", [row])
         self._files.append("ledger.jsonl", report.ledger)
-        self.round_seconds = {key: self.round_seconds.get(key, 0.0) + value for key, value in report.seconds.items()}
         curves: dict[str, Any] = {
             "loss": report.loss,
             "tokens": report.tokens,
@@ -201,7 +212,7 @@ class Metrics:
     def _watch_solo(self, report: RoundReport) -> None:
         alone = len(report.participants) == 1 and report.registered > 1
         self._num_solo = self._num_solo + 1 if alone else 0
-        self.num_solo_rounds += alone
+        self.faults["solo_rounds"] += alone
         if self._num_solo == 2 or (self._num_solo > 0 and self._num_solo % 20 == 0):
             logger.warning(
                 "%d rounds in a row with one participant of %d groups: this group trains alone",

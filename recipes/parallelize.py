@@ -35,7 +35,7 @@ def parallelize(model: Llama, mesh: DeviceMesh | None, recipe: Recipe) -> None:
     """Parallelise a model (on the meta device) in place as the recipe says. Parameter names stay as they are.
 
     Afterwards gradients are summed over the "dp_shard" ranks, not averaged: divide the loss by the group's tokens.
-    One rank in float32 keeps plain tensors; else every parameter is a DTensor, over "dp_shard" or over both axes.
+    One rank in float32 on a CPU keeps plain tensors; else each parameter is a DTensor, over "dp_shard" or both axes.
     Raises ValueError if a lower precision is asked for without a process group (`mesh` None).
     """
     low_precision = recipe.training.mixed_precision_param != "float32"
@@ -53,7 +53,7 @@ def parallelize(model: Llama, mesh: DeviceMesh | None, recipe: Recipe) -> None:
             # The arithmetic and not the module: names stay as they are, and FSDP2's hooks and the recomputation remain
             # outside the graph (torch 2.13 fails on recomputation of a tensor-parallel block inside one).
             block.residual = torch.compile(block.residual, fullgraph=True)  # type: ignore[method-assign]
-    if mesh is not None and (mesh.size() > 1 or low_precision):
+    if mesh is not None and (mesh.size() > 1 or low_precision or mesh.device_type != "cpu"):
         _apply_fsdp(model, mesh["dp_shard"], recipe)
 
 

@@ -1,6 +1,5 @@
 """A run that is stopped, or killed with everything, goes on as if nothing had happened: bit for bit on a CPU."""
 
-import os
 import signal
 from pathlib import Path
 
@@ -43,7 +42,9 @@ def history(folder: Path, replica: int) -> dict[str, list[dict]]:
         "ledger.jsonl": ("round", "epoch", "replica", "samples"),
         "validation.jsonl": ("step", "validation_loss"),
     }
-    return {name: [{key: row[key] for key in keys} for row in rows(folder, replica, name)] for name, keys in wanted.items()}
+    return {
+        name: [{key: row[key] for key in keys} for row in rows(folder, replica, name)] for name, keys in wanted.items()
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -85,4 +86,4 @@ def test_a_completed_run_goes_on_with_more_steps(tmp_path):
     train(folder, *flags, "--training.steps", "12")
     assert [row["step"] for row in rows(folder, 0, "rounds.jsonl")] == [5, 7, 12]
     assert summary(folder)["status"] == "completed"
-    assert os.listdir(folder / "checkpoint") and summary(folder)["steps"] == 12
+    assert summary(folder)["steps"] == 12
