@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -120,8 +121,8 @@ class Checkpoints:
                 write_atomically(folder / MARKER, json.dumps(marker | {"files": files}))
                 _flush_to_disk(folder)
                 self._prune()
-        except Exception as error:
-            raise CheckpointError(f"{folder}: could not be written ({error})") from error
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(f"{folder}: could not be written ({_reason(error)})") from error
 
     def load(
         self, round_number: int, outer: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
@@ -135,8 +136,8 @@ class Checkpoints:
         state = self._state(outer["tensors"], model, optimizer)
         try:
             dcp.load(state, checkpoint_id=folder, process_group=self._group)
-        except Exception as error:
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        except (Exception, CheckpointException) as error:
+            reason = _reason(error)
             raise CheckpointError(f"{folder}: cannot be loaded ({reason}); to start over, say --fresh") from error
         set_optimizer_state_dict(model, optimizer, state["inner"], options=_FLAT)
         torch.set_rng_state(state["rng"][f"cpu.{dist.get_rank(self._group)}"])
@@ -190,6 +191,14 @@ class Checkpoints:
     def set_all_aside(self) -> None:
         """Set aside all of this group's checkpoints: what ``--fresh`` asks for."""
         self.go_back_to(-1)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, on one line. DCP wraps what failed on each rank, and its exception is not an Exception."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    first_line, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first_line}"
 
 
 def _why_broken(folder: Path) -> str | None:
