@@ -25,6 +25,7 @@ def losses(dp_degree, tp):
         model = Llama(SHAPE)
     parallelize(model, mesh, recipe)
     initialize(model, 1, "cpu")
+    shards = list(model.parameters())  # what a round knows; while a unit is gathered, the model shows something else
     words = ["a quiet evening by the sea " * 40, "seven ships came in " * 33]
     samples = PackedSamples(words, load_tokenizer("builtin:bpe4k"), seq_len=16, seed=0, vocab_size=4096)
 
@@ -42,7 +43,7 @@ def losses(dp_degree, tp):
 
     first = measure()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in shards:
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             local.mul_(3.0)  # as a round changes the shards behind the units that a forward pass gathers
     return len(samples), first, measure()
