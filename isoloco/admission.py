@@ -23,12 +23,13 @@ class HistoryError(ValueError):
 class Publication:
     """What a replica group publishes before any tensor moves. JSON-ready.
 
-    ``started``: wall-clock seconds when the group started, a tie-break only. ``run_id``: empty until the group has
-    a history. ``config``: everything that must be equal in all groups. ``round``, ``step``: the last committed round
-    whose reference parameters it holds, and the inner step at which that round ended. ``cold``: it has met nobody
-    since it started. ``patient``: it still wants to wait for missing groups. ``lost``: its own files tell of rounds
-    that it cannot restore. ``restorable_rounds``: its valid checkpoints. ``weight``: 0 for who may not count.
-    ``rejected``: its pseudo-gradient was not finite. ``num_tokens``, ``loss_sum``: since the last agreed parameters.
+    ``started``: wall-clock seconds when the group started, a tie-break only. ``run_id``: empty until the group has a
+    history. ``config``: everything that must be equal in all groups. ``round``, ``step``: the last committed round
+    whose reference parameters it holds, and the inner step at which that round ended. ``digest``: of these parameters
+    and the outer momentum. ``ledger``: fingerprint of its ledger. ``cold``: it has met nobody since it started.
+    ``patient``: it still wants to wait for missing groups. ``lost``: its own files tell of rounds that it cannot
+    restore. ``restorable_rounds``: its valid checkpoints. ``weight``: 0 for who may not count. ``rejected``: its
+    pseudo-gradient was not finite. ``num_tokens``, ``loss_sum``: since the last agreed parameters.
     """
 
     replica_id: int
@@ -38,6 +39,7 @@ class Publication:
     round: int
     step: int
     digest: str
+    ledger: str
     cold: bool
     patient: bool
     lost: bool
@@ -48,22 +50,32 @@ class Publication:
     loss_sum: float
 
 
-def strangers(members: Sequence[Publication]) -> dict[int, str]:
-    """Positions in ``members`` of the groups that must leave, each with the reason.
+def home(members: Sequence[Publication]) -> Publication:
+    """The member whose run this is: one that is already running, the one with the most rounds, the one started first.
 
-    The run at home is that of the member with the most committed rounds, on a tie the one that started first.
+    A group that just came never decides: with an old checkpoint it would drive a living run apart.
     """
-    home = min(members, key=lambda m: (-m.round, m.started))
+    return min(members, key=_seniority)
+
+
+def _seniority(member: Publication) -> tuple[bool, int, float]:
+    return member.cold, -member.round, member.started
+
+
+def strangers(members: Sequence[Publication]) -> dict[int, str]:
+    """Positions in ``members`` of the groups that must leave the run that is at ``home`` here, each with the reason."""
+    host = home(members)
     leaving: dict[int, str] = {}
-    seen: set[int] = set()
-    for position, member in sorted(enumerate(members), key=lambda item: (-item[1].round, item[1].started)):
-        if member.config != home.config:
-            leaving[position] = f"its configuration differs: {differences(member.config, home.config)}"
-        elif member.run_id and home.run_id and member.run_id != home.run_id:
-            leaving[position] = f"it belongs to run {member.run_id}, the others to run {home.run_id}"
-        elif member.replica_id in seen:
+    taken: set[int] = set()
+    for position, member in sorted(enumerate(members), key=lambda item: _seniority(item[1])):
+        if member.config != host.config:
+            leaving[position] = f"its configuration differs: {differences(member.config, host.config)}"
+        elif member.run_id and host.run_id and member.run_id != host.run_id:
+            leaving[position] = f"it belongs to run {member.run_id}, the others to run {host.run_id}"
+        elif member.replica_id in taken:
             leaving[position] = f"replica_id {member.replica_id} is taken by a living group; give it another number"
-        seen.add(member.replica_id)
+        else:
+            taken.add(member.replica_id)
     return leaving
 
 
@@ -100,19 +112,25 @@ def reason_to_wait(members: Sequence[Publication], num_replica_groups: int, min_
 
 
 def round_to_restore(members: Sequence[Publication]) -> int | None:
-    """The round that a cold fleet goes back to: the newest that all groups with checkpoints can restore, or None."""
-    holders = [set(member.restorable_rounds) for member in members if member.restorable_rounds]
+    """The round that somebody here has to go back to before the run can start, or None.
+
+    A cold fleet starts from the newest round that all groups with checkpoints can restore.
+    """
+    holders = [member for member in members if member.restorable_rounds]
     if not holders or not all(member.cold for member in members):
         return None
-    common = set.intersection(*holders)
-    return max(common) if common else None
+    common = set.intersection(*(set(member.restorable_rounds) for member in holders))
+    if not common or all(member.round == max(common) for member in holders):
+        return None
+    return max(common)
 
 
 def sort_out(members: Sequence[Publication]) -> tuple[list[int], list[int]]:
     """Replica ids of those who hold the run's current state, and of those who must be healed.
 
-    The highest round wins; of different digests of the same round the strict majority's. Before the first commit
-    nothing is at stake, and the lowest replica id's initial parameters win.
+    The highest round wins; of different digests of the same round the strict majority's; of different ledgers the
+    newest, because a meeting without a commit changes nothing but the ledger. Before the first commit nothing is at
+    stake, and the parameters of a running group win, else those of the lowest replica id.
     Raises HistoryError if no digest has a majority: that is corruption, and no rule can say which one is right.
     """
     top = max(member.round for member in members)
@@ -122,6 +140,8 @@ def sort_out(members: Sequence[Publication]) -> tuple[list[int], list[int]]:
         if top > 0:
             held = ", ".join(f"group {member.replica_id} {member.digest}" for member in at_top)
             raise HistoryError(f"the groups hold different states of round {top} and none has a majority: {held}")
-        digest = at_top[0].digest
-    current = [member.replica_id for member in at_top if member.digest == digest]
+        digest = min(at_top, key=lambda member: (member.cold, member.replica_id)).digest
+    holders = [member for member in at_top if member.digest == digest]
+    ledger = max(member.ledger for member in holders)
+    current = [member.replica_id for member in holders if member.ledger == ledger]
     return current, [member.replica_id for member in members if member.replica_id not in current]

@@ -35,11 +35,15 @@ class Member:
 class Meeting:
     """Who is here. ``members`` are sorted by replica id; all of them see the same list.
 
-    ``wait_seconds``: how long this replica waited for the last member; ``quorum_seconds``: what agreeing on the
-    list cost after that.
+    ``local``: positions in ``members`` of the replicas that live here, in the order of ``local_replica_ids``.
+    ``connected``: False if some ranks cannot talk to their peers; then the members are known, but no verb may be used
+    before the next meeting. ``wait_seconds``: how long this replica waited for the last member; ``quorum_seconds``:
+    what agreeing on the list cost after that.
     """
 
     members: tuple[Member, ...]
+    local: tuple[int, ...]
+    connected: bool = True
     wait_seconds: float = 0.0
     quorum_seconds: float = 0.0
 
@@ -114,7 +118,7 @@ class Fleet(Protocol):
     def vote(self, ok: bool) -> bool:
         """Whether the round may be applied: True only if every rank of every member said ok.
 
-        Every meeting whose members are used ends with exactly one vote, which all ranks reach.
+        Every connected meeting whose members are used ends with exactly one vote, which all ranks reach.
         """
         ...
 
@@ -142,7 +146,8 @@ class VirtualFleet:
         self._group = group
 
     def meet(self, metadata: Sequence[Mapping[str, Any]]) -> Meeting:
-        return Meeting(tuple(Member(*pair) for pair in zip(self.local_replica_ids, metadata, strict=True)))
+        members = tuple(Member(*pair) for pair in zip(self.local_replica_ids, metadata, strict=True))
+        return Meeting(members, local=tuple(range(len(members))))
 
     def sum(self, tensors: Sequence[Tensor]) -> Handle[list[Tensor]]:
         total = sum_in_order(tensors)

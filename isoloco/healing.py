@@ -1,7 +1,7 @@
 """Healing: how a group that is behind receives the run's state from one that holds it.
 
 Only what is equal on every donor travels: the reference parameters, the outer momentum, and a record (round, step,
-ledger, what happened in the rounds that were missed). Inner optimizer state never does: it belongs to its replica.
+ledger, the run's history). Inner optimizer state never does: it belongs to its replica.
 Every rank of a joiner receives from the same donor group, so shards of different donors are never mixed.
 """
 

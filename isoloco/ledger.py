@@ -6,6 +6,8 @@ so no message about data is ever sent. A sample is handed out to one group at a 
 never committed (its group died) is handed out again, so over a run there is no duplicate and no gap.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +27,7 @@ class Ledger:
     cursor: int = 0
     returned: list[Interval] = field(default_factory=list)
     grants: dict[int, list[Interval]] = field(default_factory=dict)
+    version: int = 0
 
     def __post_init__(self) -> None:
         if self.samples_per_epoch < 1:
@@ -56,6 +59,7 @@ class Ledger:
 
         A member keeps an unread grant; a grant of a group that is no member any more is taken back first.
         """
+        before = {replica: list(grant) for replica, grant in self.grants.items()}
         for replica in sorted(set(self.grants) - set(num_samples)):
             self._take_back(self.grants.pop(replica))
         for replica in sorted(num_samples):
@@ -63,6 +67,7 @@ class Ledger:
             kept, surplus = _split(self.grants.get(replica, []), wanted)
             self._take_back(surplus)
             self.grants[replica] = _joined(kept + self._hand_out(wanted - _length(kept)))
+        self.version += self.grants != before
 
     def _take_back(self, intervals: Sequence[Interval]) -> None:
         self.returned = _joined(sorted([*self.returned, *intervals]))
@@ -75,10 +80,16 @@ class Ledger:
             self.cursor += fresh
         return again
 
+    def fingerprint(self) -> str:
+        """Equal for equal ledgers; of different ledgers of one round, the newer one's sorts higher."""
+        content = json.dumps(self.state_dict()).encode()
+        return f"{self.version:012d}-{hashlib.blake2b(content, digest_size=8).hexdigest()}"
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready state, equal in all groups after every round."""
         return {
             "samples_per_epoch": self.samples_per_epoch,
+            "version": self.version,
             "cursor": self.cursor,
             "returned": [list(interval) for interval in self.returned],
             "grants": {str(replica): [list(i) for i in grant] for replica, grant in sorted(self.grants.items())},
@@ -91,6 +102,7 @@ class Ledger:
                 f"the ledger counts {state['samples_per_epoch']} samples per epoch, this corpus has "
                 f"{self.samples_per_epoch}: the data, the tokenizer or seq_len changed"
             )
+        self.version = state["version"]
         self.cursor = state["cursor"]
         self.returned = [(start, stop) for start, stop in state["returned"]]
         self.grants = {int(replica): [(a, b) for a, b in grant] for replica, grant in state["grants"].items()}

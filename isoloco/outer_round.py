@@ -22,6 +22,7 @@ from isoloco import healing
 from isoloco.admission import (
     Publication,
     StrangerError,
+    home,
     reason_to_wait,
     round_to_restore,
     sort_out,
@@ -35,6 +36,8 @@ from isoloco.outer_optimizer import OuterOptimizer
 from isoloco.spectrum import stable_rank
 
 logger = logging.getLogger("isoloco")
+
+PAUSE_SECONDS = 0.5  # between questions to the lighthouse while others are missing
 
 
 class NonFiniteError(ValueError):
@@ -50,7 +53,8 @@ class RoundReport:
     wait, heal. ``loss``: mean over the participants' tokens of this round; ``tokens``: how many these were.
     ``pseudo_gradient_norm`` and ``cosine`` (of one's own to the mean): per local replica id.
     ``stable_rank``: (before, after) correction, the median over matrices. ``ledger``: rows to keep.
-    ``missed``: reports' records of rounds that this group was healed over. ``reset_inner``: replica ids whose inner
+    ``missed``: the records of the rounds that this group was healed over; if its own files tell of a round with such a
+    number, or of a later one, these rows belong to no history any more. ``reset_inner``: replica ids whose inner
     optimizer state is spoilt.
     """
 
@@ -90,6 +94,15 @@ class RoundReport:
         }
 
 
+@dataclass
+class _Staged:
+    """What a round has ready when it comes to the vote, beside ``θ.grad``."""
+
+    healed: healing.Healing | None = None
+    cosines: dict[int, float] = field(default_factory=dict)
+    spectra: list[tuple[float, float]] = field(default_factory=list)  # (before, after) correction, of every matrix
+
+
 class OuterRule(Protocol):
     """What happens between inner steps; the only thing that a trainer calls."""
 
@@ -119,9 +132,9 @@ class OuterRound:
         make_optimizer: builds the outer optimizer over (name, θ) pairs; θ and its state are fp32 on the host.
         ledger: the run's ledger; all groups start with equal ones.
         sync_steps, total_steps: H, and the number of inner steps of the whole schedule (the last round may be
-            shorter than H). Must be equal in all groups, except that ``total_steps`` may be raised for a new start.
+            shorter than H). Must be equal in all groups; ``total_steps`` may be raised for a new start of all.
         samples_per_step: how many samples one group reads per inner step.
-        config: JSON-ready mapping of everything that must be equal in all groups.
+        config: JSON-ready mapping of everything else that must be equal in all groups.
         weights: ``"uniform"``, or ``"tokens"`` (tokens since the last agreed θ).
         num_replica_groups, min_replica_size: groups of the run, and how many must be alive to commit.
         group: the process group of the local replicas' ranks (None: this process alone).
@@ -175,7 +188,9 @@ class OuterRound:
         self._sync_steps = sync_steps
         self._total_steps = total_steps
         self._samples_per_step = samples_per_step
-        self._config = dict(config)
+        # The ledger and the pairing of ranks stand on these two.
+        num_ranks = dist.get_world_size(group) if group is not None else 1
+        self._config = dict(config) | {"total_steps": total_steps, "ranks of a group": num_ranks}
         self._weights = weights
         self._num_replica_groups = num_replica_groups
         self._min_replica_size = min_replica_size
@@ -222,6 +237,7 @@ class OuterRound:
         for name, tensor in self._named_state().items():
             tensor.copy_(state["tensors"][name])
         self._load_record(state["record"])
+        self.history = [record for record in self.history if record["round"] <= self.round]
         self._copy_reference_to_replicas()
         self._start_phase(len(self.replicas), may_count=False)
 
@@ -240,90 +256,78 @@ class OuterRound:
                     raise FleetError(
                         f"round {self.round + 1} failed {retries} times, the last time: {error}"
                     ) from error
+                # Once more at once; what fails twice may need a while.
+                time.sleep(PAUSE_SECONDS * min(retries - 1, 10))
                 continue
             if isinstance(report, RoundReport):
                 return report
             if time.monotonic() - told > 10:
                 logger.info("%s", report)
                 told = time.monotonic()
-            time.sleep(0.5)  # the other groups have not come yet; ask the lighthouse again
+            time.sleep(PAUSE_SECONDS)
 
     def _attempt(self, retries: int) -> RoundReport | str:
-        """One try at the round. Returns its report, or why it has to wait."""
-        norms = self._pseudo_gradient_norms()
-        mine = self._publish(norms)
+        """One try at the round. Returns its report, or why it has to wait. Raises FleetError to have another try."""
         sent, received = self.fleet.num_bytes_sent, self.fleet.num_bytes_received
-        meeting = self.fleet.meet([asdict(publication) for publication in mine])
+        norms = self._pseudo_gradient_norms()
+        meeting = self.fleet.meet([asdict(publication) for publication in self._publish(norms)])
         members = [Publication(**member.metadata) for member in meeting.members]
-        self._refuse_strangers(members, mine)
+        self._refuse_strangers(members, meeting.local)
+        if not meeting.connected:
+            raise FleetError("the groups met but could not talk")
         if reason := reason_to_wait(members, self._num_replica_groups, self._min_replica_size):
             return self._waiting(reason, members)
-        restored = round_to_restore(members)
-        if restored is not None and restored != self.round and restored in self._restorable_rounds:
-            assert self._restore is not None
-            self._restore(restored)
+        if (restored := round_to_restore(members)) is not None:
+            self._go_back_to(restored)
             return f"going back to round {restored}, the newest that all groups have"
+
         current, behind = sort_out(members)
         weights = {m.replica_id: 0.0 if m.replica_id in behind else m.weight for m in members}
-        if not any(weights.values()) and all(m.rejected for m in members):
+        commit = any(weights.values())
+        if not commit and all(m.rejected for m in members):
             raise NonFiniteError(f"round {self.round + 1}: every replica's pseudo-gradient is non-finite")
-
-        # Nothing of the run's state changes from here to the vote.
         seconds = dict.fromkeys(("exchange", "orthogonalize", "apply", "heal"), 0.0)
         seconds |= {"quorum": meeting.quorum_seconds, "wait": meeting.wait_seconds}
-        commit = any(weights.values())
-        healed: healing.Healing | None = None
+
+        # Nothing of the run's state changes before the vote, and all of it after.
+        staged: _Staged | None = None
         failure: FleetError | None = None
         try:
-            with _timed(seconds, "heal"):
-                healed = self._heal(healing.donors(current, behind), {m.replica_id: m.round for m in members})
-            if commit:
-                with _timed(seconds, "exchange"):
-                    self._average_pseudo_gradients(weights)
+            staged = self._stage(members, healing.donors(current, behind), weights, norms, seconds)
         except FleetError as error:
             failure = error
-        spectra: list[tuple[float, float]] = []
-        cosines: dict[int, float] = {}
-        ok = self.fleet.agree(failure is None)
-        if ok and healed is not None:
-            ok = self._matches(healed, next(m.digest for m in members if m.replica_id == healed.donor))
-        if ok and commit:
-            cosines = self._cosines(norms)
-            with _timed(seconds, "orthogonalize"):
-                self.optimizer.correct_gradients(
-                    lambda name, before, after: spectra.append((stable_rank(before), stable_rank(after)))
-                )
-        if not self.fleet.vote(ok):
-            raise FleetError(str(failure or "another group could not finish the exchange"))
-
+        if not self.fleet.vote(staged is not None) or staged is None:
+            raise failure or FleetError("another group could not finish the round")
         with _timed(seconds, "apply"):
-            missed = self._adopt(healed) if healed is not None else []
-            rows = self._commit(weights, members) if commit else []
-            self.run_id = min(members, key=lambda m: (-m.round, m.started)).run_id or _new_run_id(members)
+            missed = self._adopt(staged.healed) if staged.healed is not None else []
+            rows = self._commit(weights) if commit else []
+            self.run_id = home(members).run_id or _new_run_id(members)
             self.ledger.grant({m.replica_id: self._samples_per_step * self.steps_in_phase for m in members})
             self._copy_reference_to_replicas()
+
+        counted = [m for m in members if weights[m.replica_id] > 0]
         report = RoundReport(
             round=self.round,
             step=self.step,
             committed=commit,
             registered=max(self._num_replica_groups, len(members)),
             alive=len(members),
-            participants=[replica for replica, weight in weights.items() if weight > 0],
+            participants=[m.replica_id for m in counted],
             weights=weights,
             digest=self.digest(),
             seconds=seconds,
             bytes_sent=self.fleet.num_bytes_sent - sent,
             bytes_received=self.fleet.num_bytes_received - received,
             retries=retries,
-            healed_from=healed.donor if healed is not None else None,
-            loss=_mean_loss(members, weights),
-            tokens=sum(m.num_tokens for m in members if weights[m.replica_id] > 0),
+            healed_from=staged.healed.donor if staged.healed is not None else None,
+            loss=_mean_loss(counted),
+            tokens=sum(m.num_tokens for m in counted),
             pseudo_gradient_norm=dict(zip(self.fleet.local_replica_ids, norms, strict=True)),
-            cosine=cosines,
-            stable_rank=_medians(spectra),
+            cosine=staged.cosines,
+            stable_rank=_medians(staged.spectra),
             ledger=rows,
             missed=missed,
-            reset_inner=[m.replica_id for m in mine if m.rejected],
+            reset_inner=[members[position].replica_id for position in meeting.local if members[position].rejected],
         )
         if commit:
             self.committed_tokens += report.tokens
@@ -331,6 +335,41 @@ class OuterRound:
         self._cold = False
         self._start_phase(len(self.replicas), may_count=True)
         return report
+
+    def _stage(
+        self,
+        members: Sequence[Publication],
+        donor_of: Mapping[int, int],
+        weights: Mapping[int, float],
+        norms: Sequence[float],
+        seconds: dict[str, float],
+    ) -> _Staged:
+        """Everything of a round that can fail: heal, exchange, correct; into copies and ``θ.grad`` only.
+
+        Raises FleetError on all ranks of this group if it fails on one.
+        """
+        staged = _Staged()
+        failure: FleetError | None = None
+        try:
+            with _timed(seconds, "heal"):
+                staged.healed = self._heal(donor_of)
+            if any(weights.values()):
+                with _timed(seconds, "exchange"):
+                    self._average_pseudo_gradients(weights)
+        except FleetError as error:
+            failure = error
+        if not self.fleet.agree(failure is None):
+            raise failure or FleetError("another rank of this group could not finish the exchange")
+        if staged.healed is not None:
+            donor = staged.healed.donor
+            self._check_received(staged.healed, next(m.digest for m in members if m.replica_id == donor))
+        if any(weights.values()):
+            staged.cosines = self._cosines(norms)
+            with _timed(seconds, "orthogonalize"):
+                self.optimizer.correct_gradients(
+                    lambda name, before, after: staged.spectra.append((stable_rank(before), stable_rank(after)))
+                )
+        return staged
 
     # ---- its parts, in the order of the round ----
 
@@ -371,6 +410,7 @@ class OuterRound:
                     round=self.round,
                     step=self.step,
                     digest=own_digest,
+                    ledger=self.ledger.fingerprint(),
                     cold=self._cold,
                     patient=same_in_group(patient, self._group),
                     lost=self._lost,
@@ -383,10 +423,10 @@ class OuterRound:
             )
         return publications
 
-    def _refuse_strangers(self, members: Sequence[Publication], mine: Sequence[Publication]) -> None:
+    def _refuse_strangers(self, members: Sequence[Publication], local: Sequence[int]) -> None:
         leaving = strangers(members)
         for position, reason in leaving.items():
-            if members[position] in mine:
+            if position in local:
                 raise StrangerError(f"group {members[position].replica_id} leaves the run: {reason}")
         if leaving:
             position, reason = next(iter(leaving.items()))
@@ -394,18 +434,21 @@ class OuterRound:
 
     def _waiting(self, reason: str, members: Sequence[Publication]) -> str:
         present = [m.replica_id for m in members]
+        num_missing = max(0, self._num_replica_groups - len(members))
         missing = [replica for replica in range(self._num_replica_groups) if replica not in present]
-        text = (
-            f"waiting for {len(missing)} of {self._num_replica_groups} replica groups (have {present}, "
-            f"missing {missing}): {reason}"
-        )
-        return f"{text}; {self._waiting_hint}" if self._waiting_hint else text
+        text = f"waiting for {num_missing} of {self._num_replica_groups} replica groups (have {present}"
+        if len(missing) == num_missing:  # else the groups are not numbered from 0, and nobody knows who is missing
+            text += f", missing {missing}"
+        return "; ".join(filter(None, (f"{text}): {reason}", self._waiting_hint)))
 
-    def _heal(self, donor_of: Mapping[int, int], rounds: Mapping[int, int]) -> healing.Healing | None:
-        """Give the state to the joiners that are ours to heal; receive it if we are behind ourselves.
+    def _go_back_to(self, round_number: int) -> None:
+        if round_number in self._restorable_rounds and round_number != self.round:
+            assert self._restore is not None
+            self._restore(round_number)
+            self._restorable_rounds = [each for each in self._restorable_rounds if each <= round_number]
 
-        ``rounds``: replica id -> the last round that it has.
-        """
+    def _heal(self, donor_of: Mapping[int, int]) -> healing.Healing | None:
+        """Give the state to the joiners that are ours to heal; receive it if we are behind ourselves."""
         if not donor_of:
             return None
         (replica_id,) = self.fleet.local_replica_ids  # replicas that share one process share one state
@@ -413,21 +456,20 @@ class OuterRound:
         for joiner, donor in donor_of.items():
             if donor == replica_id:
                 logger.info("group %d: giving round %d to group %d", donor, self.round, joiner)
-                missed = [record for record in self.history if record["round"] > rounds[joiner]]
-                healing.give(self.fleet, joiner, self._record() | {"missed": missed}, tensors, self._bucket_size)
+                record = self._record() | {"history": self.history}
+                healing.give(self.fleet, joiner, record, tensors, self._bucket_size)
             if joiner == replica_id:
                 logger.info("group %d: being healed by group %d", joiner, donor)
                 return healing.receive(self.fleet, donor, tensors, self._bucket_size)
         return None
 
-    def _matches(self, healed: healing.Healing, expected: str) -> bool:
-        """Whether the received state is the donor's, before any of it is used."""
+    def _check_received(self, healed: healing.Healing, expected: str) -> None:
+        """Whether the received state is the donor's, before any of it is used. Raises FleetError."""
         state = self._named_state()
         named = [(name, _like(state[name], local)) for name, local in zip(state, healed.tensors, strict=True)]
         received = digest(named, self._group)
         if received != expected:
-            logger.error("the state received from group %d has digest %s, not %s", healed.donor, received, expected)
-        return received == expected
+            raise FleetError(f"the state received from group {healed.donor} has digest {received}, not {expected}")
 
     def _average_pseudo_gradients(self, weights: Mapping[int, float]) -> None:
         """Put Σ wᵢ Δᵢ / Σ wᵢ into ``θ.grad``, Δᵢ = θ − θᵢ in fp32. Raises FleetError."""
@@ -461,7 +503,7 @@ class OuterRound:
         return buffer.mul_(weight)
 
     def _cosines(self, norms: Sequence[float]) -> dict[int, float]:
-        """cos(Δᵢ, Δ̄) of every local replica."""
+        """cos(Δᵢ, Δ̄) of every local replica. Raises NonFiniteError if Δ̄ is not finite."""
         sums = torch.zeros(1 + len(self.replicas), dtype=torch.float64)
         for name, theta in self.reference.items():
             if not counted_here(theta, self._group):
@@ -473,6 +515,8 @@ class OuterRound:
                 delta = _local(theta) - _local(replica[name]).detach().to(_local(theta))
                 sums[1 + index] += (delta.double() * mean).sum()
         square, *products = self._summed_over_group(sums).tolist()
+        if not math.isfinite(square):
+            raise NonFiniteError(f"round {self.round + 1}: the averaged pseudo-gradient is non-finite")
         return {
             replica_id: product / (norm * math.sqrt(square)) if norm * square > 0 else 0.0
             for replica_id, product, norm in zip(self.fleet.local_replica_ids, products, norms, strict=True)
@@ -483,11 +527,12 @@ class OuterRound:
         for tensor, received in zip(self._named_state().values(), healed.tensors, strict=True):
             _local(tensor).copy_(received)
         self._load_record(healed.record)
-        self.history += healed.record["missed"]
-        return list(healed.record["missed"])
+        known = {record["round"]: record["digest"] for record in self.history}
+        self.history = list(healed.record["history"])
+        return [record for record in self.history if known.get(record["round"]) != record["digest"]]
 
-    def _commit(self, weights: Mapping[int, float], members: Sequence[Publication]) -> list[dict[str, Any]]:
-        self.step += min(self._sync_steps, self._total_steps - self.step)
+    def _commit(self, weights: Mapping[int, float]) -> list[dict[str, Any]]:
+        self.step += self.steps_in_phase
         self.round += 1
         self.optimizer.apply()
         for theta in self.reference.values():
@@ -562,10 +607,9 @@ def _new_run_id(members: Sequence[Publication]) -> str:
     return f"{int(first.started * 1000):x}"
 
 
-def _mean_loss(members: Sequence[Publication], weights: Mapping[int, float]) -> float:
-    counted = [m for m in members if weights[m.replica_id] > 0]
-    num_tokens = sum(m.num_tokens for m in counted)
-    return sum(m.loss_sum for m in counted) / num_tokens if num_tokens else math.nan
+def _mean_loss(members: Sequence[Publication]) -> float:
+    num_tokens = sum(m.num_tokens for m in members)
+    return sum(m.loss_sum for m in members) / num_tokens if num_tokens else math.nan
 
 
 def _medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | None:

@@ -13,6 +13,7 @@ import logging
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,17 +28,27 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
 from torchft.checkpointing.transport import CheckpointTransport
 
-from isoloco.fleet import FleetError, Handle, Meeting, Member, Transfer, agree_in_group, sum_in_order
+from isoloco.fleet import (
+    FleetError,
+    Handle,
+    Meeting,
+    Member,
+    Transfer,
+    agree_in_group,
+    same_in_group,
+    sum_in_order,
+)
 
 logger = logging.getLogger("isoloco")
 
 T = TypeVar("T")
 
 SECONDS_BETWEEN_WAIT_MESSAGES = 10.0
+_MANAGER_CONNECT_SECONDS = 30.0
 
 
 class LighthouseUnreachableError(ValueError):
-    """Nobody answers at the lighthouse's address."""
+    """Nobody answers at the lighthouse's address, or it is no lighthouse that does."""
 
 
 class _NoTransport(CheckpointTransport[Any]):
@@ -85,7 +96,7 @@ class TorchFTFleet:
         connect_timeout_seconds: float = 25.0,
     ) -> None:
         self.local_replica_ids = [replica_id]
-        self.device = torch.device("cpu" if backend == "gloo" else "cuda")
+        self.device = torch.device("cpu" if backend == "gloo" else f"cuda:{torch.cuda.current_device()}")
         self.num_bytes_sent = 0
         self.num_bytes_received = 0
         self.lighthouse = lighthouse
@@ -94,47 +105,61 @@ class TorchFTFleet:
         self._rank = rank
         self._world_size = world_size
         self._store = (store_host, store_port)
-        self._backend = backend
+        self._make_pg = {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}[backend]
         self._timeout = timedelta(seconds=timeout_seconds)
         self._quorum_timeout = timedelta(seconds=quorum_timeout_seconds)
+        self._name = same_in_group(uuid.uuid4().hex, group)  # of this start of the group; a replica id may be taken
         self._members: tuple[Member, ...] = ()
+        self._own_rank = 0  # in the process group across groups
         self._ranks: dict[int, int] = {}  # replica id -> rank in the process group across groups
         self._order: list[int] = []  # ranks in the process group across groups, in replica order
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="isoloco_fleet")
+        self._thread = ThreadPoolExecutor(1, "isoloco_fleet", initializer=_use, initargs=(self.device,))
         wait_for_lighthouse(lighthouse, connect_timeout_seconds)
-        self._connect()
+        try:
+            self._connect()
+        except FleetError as error:
+            raise LighthouseUnreachableError(
+                f"{error}. Check that it is a torchft_lighthouse that runs there"
+            ) from error
 
     def _connect(self) -> None:
-        make = {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}[self._backend]
-        self._pg = make(timeout=self._timeout)
-
-        def manager() -> Manager:
-            return Manager(
-                pg=self._pg,
-                load_state_dict=None,
-                state_dict=None,
-                min_replica_size=1,
-                use_async_quorum=False,
-                init_sync=False,
-                timeout=self._timeout,
-                quorum_timeout=self._quorum_timeout,
-                connect_timeout=timedelta(seconds=30),
-                rank=self._rank,
-                world_size=self._world_size,
-                store_addr=self._store[0],
-                store_port=self._store[1],
-                lighthouse_addr=self.lighthouse,
-                replica_id=str(self._replica_id),
-                hostname=self._store[0],
-                checkpoint_transport=_NoTransport(),
-            )
-
+        """Start a new Manager and process group on every rank. Raises FleetError on all of them if one fails."""
+        self._pg = self._make_pg(timeout=self._timeout)
         # Rank 0 publishes its address in the group's store; the others must not read the one of an earlier manager.
-        if self._rank == 0:
-            self._manager = manager()
-        agree_in_group(True, self._group)
-        if self._rank != 0:
-            self._manager = manager()
+        for my_turn in (self._rank == 0, self._rank != 0):
+            failure: Exception | None = None
+            if my_turn:
+                try:
+                    self._manager = self._new_manager()
+                except Exception as error:  # torchft raises whatever its RPC layer raises
+                    failure = error
+            if not self.agree(failure is None):
+                reason = _first_line(failure) if failure else "another rank of this group failed"
+                raise FleetError(f"cannot register with the lighthouse {self.lighthouse}: {reason}") from failure
+
+    def _new_manager(self) -> Manager:
+        return Manager(
+            pg=self._pg,
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=1,
+            use_async_quorum=False,
+            init_sync=False,
+            timeout=self._timeout,
+            quorum_timeout=self._quorum_timeout,
+            # torchft waits timeout / (retries + 1) after a failed call: ask a restarted lighthouse about once a second.
+            # Without retries it never tells that a call has failed, and a meeting hangs until its timeout.
+            quorum_retries=int(self._quorum_timeout.total_seconds()),
+            connect_timeout=timedelta(seconds=_MANAGER_CONNECT_SECONDS),
+            rank=self._rank,
+            world_size=self._world_size,
+            store_addr=self._store[0],
+            store_port=self._store[1],
+            lighthouse_addr=self.lighthouse,
+            replica_id=str(self._replica_id),
+            hostname=self._store[0],
+            checkpoint_transport=_NoTransport(),
+        )
 
     def meet(self, metadata: Sequence[Mapping[str, Any]]) -> Meeting:
         started = time.monotonic()
@@ -147,24 +172,35 @@ class TorchFTFleet:
         if not self.agree(failure is None):
             # A Manager whose quorum call failed repeats that failure for ever: start a new one.
             with contextlib.suppress(Exception):
+                self._pg.abort()
                 self._manager.shutdown(wait=False)
             self._connect()
-            raise FleetError(f"no quorum at {self.lighthouse}: {failure or 'another rank of this group failed'}")
+            reason = _first_line(failure) if failure else "another rank of this group failed"
+            raise FleetError(f"no quorum at {self.lighthouse}: {reason}") from failure
         waited = time.monotonic() - started
-        published = None
-        if self._manager.errored() is None:
+        published: list[Any] | None = None
+        failure = self._manager.errored()
+        if failure is None:
+            mine = {
+                "name": self._name,
+                "replica_id": self._replica_id,
+                "seconds": waited,
+                "metadata": dict(metadata[0]),
+            }
             try:
-                published = self._start(
-                    lambda: self._gather_json({"seconds": waited, "metadata": dict(metadata[0])})
-                ).wait()
+                published = self._start(lambda: self._gather_json(mine)).wait()
             except FleetError as error:
                 failure = error
-        if not self.agree(published is not None):
-            reason = failure or self._manager.errored() or "another rank of this group failed"
-            self.vote(False)  # tells torchft to build a new process group at the next meeting
-            raise FleetError(f"the groups met but could not talk: {reason}")
-        assert published is not None
-        replica_ids = [int(entry["metadata"]["replica_id"]) for entry in published]
+        connected = self.agree(published is not None)
+        if not connected:
+            self._pg.abort()  # peers that still wait for this rank learn at once
+            self._end_meeting(False)
+        # What rank 0 heard goes for the whole group, so that its ranks never decide differently.
+        published = same_in_group(published, self._group)
+        if published is None:
+            raise FleetError(f"the groups met but could not talk: {_first_line(failure)}")
+        replica_ids = [entry["replica_id"] for entry in published]
+        self._own_rank = [entry["name"] for entry in published].index(self._name)
         self._ranks = {replica: rank for rank, replica in enumerate(replica_ids)}
         self._order = sorted(range(len(replica_ids)), key=lambda rank: replica_ids[rank])
         self._members = tuple(Member(replica_ids[rank], published[rank]["metadata"]) for rank in self._order)
@@ -172,6 +208,8 @@ class TorchFTFleet:
         agreeing = min(entry["seconds"] for entry in published)
         return Meeting(
             self._members,
+            local=(self._order.index(self._own_rank),),
+            connected=connected,
             wait_seconds=waited - agreeing,
             quorum_seconds=time.monotonic() - started - (waited - agreeing),
         )
@@ -188,17 +226,19 @@ class TorchFTFleet:
         flat = tensor.reshape(-1)
         sizes = [len(part) for part in torch.tensor_split(torch.empty(flat.numel(), device="meta"), num_members)]
         with self._talking():
-            mine = sizes[self._pg.rank()]
+            mine = sizes[self._own_rank]
             parts = flat.new_empty(num_members * mine)
             self._pg.alltoall_base(parts, flat, [mine] * num_members, sizes, AllToAllOptions()).wait()
             received = parts.view(num_members, mine)
-            slice_sum = sum_in_order([received[rank] for rank in self._order]) if mine else flat.new_empty(0)
+            slice_sum = sum_in_order([received[rank] for rank in self._order])
             # All-gather wants equal sizes: pad the slices, which differ by one element at most.
             padded = flat.new_zeros(max(sizes))
             padded[:mine] = slice_sum
             slices = [torch.empty_like(padded) for _ in sizes]
             self._pg.allgather([slices], [padded], AllgatherOptions()).wait()
-        self._count((num_members - 1) * (mine + len(padded)) * flat.element_size())
+        gathered = (num_members - 1) * padded.nbytes
+        self.num_bytes_sent += flat.nbytes - mine * flat.element_size() + gathered
+        self.num_bytes_received += (num_members - 1) * mine * flat.element_size() + gathered
         return torch.cat([part[:size] for part, size in zip(slices, sizes, strict=True)]).view(tensor.shape)
 
     def gather(self, tensors: Sequence[Tensor]) -> Handle[list[list[Tensor]]]:
@@ -216,14 +256,22 @@ class TorchFTFleet:
         def run() -> None:
             if transfer is None:
                 return
-            with self._talking():
-                rank = self._ranks[transfer.peer]
+
+            def send() -> None:
                 if transfer.send is not None:
-                    self._pg.send([transfer.send], rank, 0).wait()
+                    self._pg.send([transfer.send], peer, 0).wait()
                     self.num_bytes_sent += transfer.send.nbytes
+
+            def receive() -> None:
                 if transfer.receive is not None:
-                    self._pg.recv([transfer.receive], rank, 0).wait()
+                    self._pg.recv([transfer.receive], peer, 0).wait()
                     self.num_bytes_received += transfer.receive.nbytes
+
+            peer = self._ranks[transfer.peer]
+            with self._talking():
+                # Two that send first wait for each other for ever.
+                for half in (send, receive) if self._own_rank < peer else (receive, send):
+                    half()
 
         return self._start(run)
 
@@ -240,12 +288,17 @@ class TorchFTFleet:
             except FleetError as error:
                 logger.warning("group %d: no answer from the other groups at the vote: %s", self._replica_id, error)
                 ok = False
+        return self._end_meeting(ok)
+
+    def _end_meeting(self, ok: bool) -> bool:
+        """Whether all ranks of this group said ok; if not, torchft builds a new process group at the next meeting."""
         if not ok:
             self._manager.report_error(FleetError("the round failed"))
         return self._manager.should_commit()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._pg.abort()
         self._manager.shutdown(wait=False)
 
     def _start(self, run: Callable[[], T]) -> Handle[T]:
@@ -268,12 +321,10 @@ class TorchFTFleet:
                 return [tensor.clone()]
             received = [torch.empty_like(tensor) for _ in range(self._pg.size())]
             self._pg.allgather([received], [tensor], AllgatherOptions()).wait()
-        self._count((len(received) - 1) * tensor.nbytes)
-        return received
-
-    def _count(self, num_bytes: int) -> None:
+        num_bytes = (len(received) - 1) * tensor.nbytes
         self.num_bytes_sent += num_bytes
         self.num_bytes_received += num_bytes
+        return received
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
@@ -282,7 +333,7 @@ class TorchFTFleet:
         except (RuntimeError, AssertionError, OSError) as error:  # what torchft's groups raise on a dead or slow peer
             self._manager.report_error(error)
             self._pg.abort()  # peers that still wait for this rank learn at once
-            raise FleetError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+            raise FleetError(_first_line(error)) from error
 
 
 @dataclass(frozen=True)
@@ -293,6 +344,16 @@ class _UnderWay(Generic[T]):
 
     def wait(self) -> T:
         return self.future.result()
+
+
+def _use(device: torch.device) -> None:
+    """Have this thread work on the device that the main thread works on."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _first_line(error: object) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def wait_for_lighthouse(address: str, timeout_seconds: float) -> None:

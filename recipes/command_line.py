@@ -43,6 +43,8 @@ def read_options(arguments: Sequence[str]) -> Command:
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
+        if argument == "-h":
+            argument = "--help"
         if argument in switches:
             switches[argument] = True
         elif argument == "--job.config_file":

@@ -1,42 +1,50 @@
 """Start a run and keep it alive: `./run_train.sh` ends here.
 
 Alone on a machine: a torchft lighthouse and every replica group, each a torchrun job. With TORCHFT_LIGHTHOUSE and
-REPLICA_ID: that one group (on this node of it), which joins the run at that lighthouse. A group whose process fails is
-started anew as a whole, after a pause that grows; the others do not wait for it.
+REPLICA_ID: that one group (on this node of it), which joins the run at that lighthouse.
 
-One thread, one loop: it reads what the groups print, notices what ends, and starts what is due. It imports no torch.
+This module says what to start; recipes/supervisor.py keeps it alive. Neither imports torch.
+
+Exit status: 0 the run is complete, 2 bad input, 75 stopped by a signal (the same command goes on from the last
+checkpoint), 1 it failed.
 """
 
-import json
+import contextlib
+import glob
+import http.client
+import importlib.util
 import os
 import re
-import selectors
+import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any
+from urllib.parse import urlsplit
 
 from recipes.command_line import USAGE, Command, free_port, parse_command, read_options
-from recipes.config import Recipe, RecipeError, ranks_per_group
-from recipes.recipe_file import help_text, recipe_to_toml
+from recipes.config import Recipe, RecipeError, min_replica_groups, ranks_per_group
+from recipes.model_shape import FLAVORS
+from recipes.recipe_file import hashed_items, help_text, load_recipe, recipe_to_toml
 from recipes.run_files import lock_folder, replica_folder, write_atomically
-from recipes.stop import EXIT_BAD_INPUT, EXIT_STOPPED, die_with_parent
+from recipes.run_summary import SummaryFiles, command_lines, describe_end
+from recipes.stop import EXIT_BAD_INPUT, EXIT_STOPPED
+from recipes.supervisor import Child, Supervisor, say
+from recipes.tokenizer import check_vocabulary, load_tokenizer
+from recipes.validate import describe
 
-LONGEST_PAUSE_SECONDS = 30.0
-_LINE = re.compile(r"^\d\d:\d\d:\d\d group (?P<group>\d+) (?P<level>[A-Z]+) (?P<text>.*)$")
-_COMMITTED = re.compile(r"^round (\d+) committed")
+LIGHTHOUSE_WAIT_SECONDS = 20.0
 
 
 class LaunchError(ValueError):
     """The environment does not say what to start, or what it says cannot be started."""
+
+
+# ---- what the environment says ----
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,8 @@ class Place:
 
     ``only_group``: the one group to start, or None for all of them. ``lighthouse``: of the run to join, if any.
     ``num_ranks``: per group. ``num_nodes``, ``node_rank``, ``rendezvous``: of this group's torchrun.
+    ``local_address``: under which the ranks' machine can be reached; None for its host name. ``shown_ranks``: whose
+    lines a person wants to see. ``train_module``: what a rank runs.
     """
 
     only_group: int | None
@@ -54,320 +64,205 @@ class Place:
     node_rank: int
     rendezvous: str | None
     local_address: str | None
+    shown_ranks: tuple[int, ...]
     train_module: str
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of a group that run on this node."""
+        return self.num_ranks // self.num_nodes
 
 
 def read_place(environment: Mapping[str, str], recipe: Recipe) -> Place:
     """Raises LaunchError or RecipeError if the variables do not go together."""
 
-    def number(name: str, default: int) -> int:
+    def number(name: str, default: int, least: int = 0) -> int:
         text = environment.get(name, "")
-        if text and not text.isdecimal():
-            raise LaunchError(f"{name}={text} in the environment: expected a whole number")
-        return int(text) if text else default
+        if not text:
+            return default
+        if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
+            raise LaunchError(f"{name}={text} in the environment: must be a whole number, at least {least}")
+        return int(text)
 
     lighthouse = environment.get("TORCHFT_LIGHTHOUSE") or None
     only_group = number("ONLY_GROUP", number("REPLICA_ID", -1))
-    if lighthouse and only_group < 0:
-        raise LaunchError(
-            "TORCHFT_LIGHTHOUSE is set but REPLICA_ID is not: say which group this is (REPLICA_ID=0, 1, ...), "
-            "or unset TORCHFT_LIGHTHOUSE to start the whole run on this machine"
-        )
-    if only_group >= 0 and not lighthouse and recipe.fault_tolerance.num_replica_groups > 1:
+    if lighthouse:
+        _host_and_port(lighthouse)
+        if only_group < 0:
+            raise LaunchError(
+                "TORCHFT_LIGHTHOUSE is set but REPLICA_ID is not: say which group this is (REPLICA_ID=0, 1, ...), "
+                "or unset TORCHFT_LIGHTHOUSE to start the whole run on this machine"
+            )
+    elif only_group >= 0 and recipe.fault_tolerance.num_replica_groups > 1:
         raise LaunchError(
             "REPLICA_ID is set but TORCHFT_LIGHTHOUSE is not: say where the groups meet (http://host:port), "
             "or unset REPLICA_ID to start the whole run on this machine"
         )
-    num_nodes = number("NNODES", 1)
+    num_nodes, node_rank = number("NNODES", 1, least=1), number("NODE_RANK", 0)
     rendezvous = environment.get("RDZV_ENDPOINT") or None
     if num_nodes > 1 and (rendezvous is None or only_group < 0):
         raise LaunchError(
             f"NNODES={num_nodes}: a group on several nodes needs RDZV_ENDPOINT=host:port of its first node, "
             "TORCHFT_LIGHTHOUSE and REPLICA_ID on each of them"
         )
-    dp_shard, tp = ranks_per_group(recipe, number("NGPU", 0) or None)
+    if num_nodes > 1 and not re.fullmatch(r".+:[0-9]{1,5}", rendezvous or ""):
+        raise LaunchError(f"RDZV_ENDPOINT={rendezvous}: expected host:port of the group's first node")
+    if node_rank >= num_nodes:
+        raise LaunchError(f"NODE_RANK={node_rank}: the nodes of NNODES={num_nodes} count from 0 to {num_nodes - 1}")
+    dp_shard, tp = ranks_per_group(recipe, number("NGPU", 0, least=1) or None)
     if dp_shard * tp % num_nodes:
         raise LaunchError(f"{dp_shard * tp} ranks cannot be spread evenly over NNODES={num_nodes}")
+    first_rank = node_rank * (dp_shard * tp // num_nodes)
+    log_rank = environment.get("LOG_RANK") or str(first_rank)
+    if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", log_rank):
+        raise LaunchError(f"LOG_RANK={log_rank} in the environment: expected ranks, such as 0 or 0,1")
+    train_module = environment.get("TRAIN_FILE") or "recipes.train"
+    if not _exists(train_module):
+        raise LaunchError(f"TRAIN_FILE={train_module}: Python finds no such module; name it as in python -m")
     return Place(
         only_group=only_group if only_group >= 0 else None,
         lighthouse=lighthouse,
         num_ranks=dp_shard * tp,
         num_nodes=num_nodes,
-        node_rank=number("NODE_RANK", 0),
+        node_rank=node_rank,
         rendezvous=rendezvous,
-        local_address=environment.get("LOCAL_ADDR") or (None if lighthouse else "127.0.0.1"),
-        train_module=environment.get("TRAIN_FILE") or "recipes.train",
+        local_address=environment.get("LOCAL_ADDR") or (None if lighthouse or num_nodes > 1 else "127.0.0.1"),
+        shown_ranks=tuple(map(int, log_rank.split(","))),
+        train_module=train_module,
     )
 
 
-@dataclass
-class Child:
-    """A process that the launcher keeps alive, and what it said."""
-
-    name: str
-    command: list[str]
-    environment: dict[str, str]
-    log: Path
-    process: subprocess.Popen[bytes] | None = None
-    unread: bytes = b""
-    due: float | None = 0.0  # when to start it; None: it is running, or done
-    failures: int = 0  # since its last committed round
-    restarts: int = 0
-    round: int = 0  # the last one it said it committed
-    complaint: str = ""  # the last thing it said was wrong
-    is_fatal: bool = False  # and a restart would not help
-    completed: bool = False
-    log_file: IO[bytes] | None = field(default=None, repr=False)
-
-    @property
-    def running(self) -> bool:
-        return self.process is not None
-
-
-class Launcher:
-    """Keeps a lighthouse (if this machine hosts it) and replica groups running until the run is complete."""
-
-    def __init__(self, recipe: Recipe, place: Place, command: Command) -> None:
-        self.recipe = recipe
-        self.place = place
-        self.folder = Path(recipe.job.dump_folder)
-        self.stopping: str | None = None  # why everything is being ended
-        self.status = "failed"
-        self._deadline = 0.0
-        self._selector = selectors.DefaultSelector()
-        self._shown_by: int | None = None
-        self._last_complaint = ""
-        groups = (
-            [place.only_group] if place.only_group is not None else range(recipe.fault_tolerance.num_replica_groups)
-        )
-        lighthouse = place.lighthouse
-        self.lighthouse: Child | None = None
-        if lighthouse is None and len(groups) > 1:
-            port = recipe.fault_tolerance.lighthouse_port or free_port()
-            _refuse_used_port(port, "fault_tolerance.lighthouse_port")
-            lighthouse = f"http://127.0.0.1:{port}"
-            self.lighthouse = Child("lighthouse", _lighthouse_command(recipe, port), {}, self.folder / "lighthouse.log")
-        if place.rendezvous and place.num_nodes > 1 and place.node_rank == 0:
-            _refuse_used_port(int(place.rendezvous.rpartition(":")[2]), "RDZV_ENDPOINT")
-        gpus = _gpus()
-        self.groups = {
-            group: Child(
-                f"group {group}",
-                _group_command(place, group, self.folder / "config.toml", command),
-                _group_environment(place, group, lighthouse, self.folder, _share(gpus, position, len(groups), place)),
-                replica_folder(self.folder, group) / "log.txt",
-            )
-            for position, group in enumerate(groups)
-        }
-        self.device = "GPU" if gpus and len(gpus) >= len(groups) * place.num_ranks // place.num_nodes else "CPU"
-
-    def run(self) -> int:
-        """Run to the end; returns the exit status."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-        try:
-            while any(child.running or child.due is not None for child in self.groups.values()):
-                self._start_what_is_due()
-                self._listen(seconds=0.2)
-                for child in self._children():
-                    if child.process is not None and child.process.poll() is not None:
-                        self._ended(child)
-                if self.stopping and time.monotonic() > self._deadline:
-                    self._kill_all()
-        finally:
-            self._kill_all()
-        if all(child.completed for child in self.groups.values()) or self.status == "completed":
-            self.status = "completed"
-            return 0
-        if self.status == "stopped":
-            return EXIT_STOPPED
-        return EXIT_BAD_INPUT if any(child.is_fatal for child in self.groups.values()) else 1
-
-    def _children(self) -> list[Child]:
-        return [*([self.lighthouse] if self.lighthouse else []), *self.groups.values()]
-
-    # ---- starting ----
-
-    def _start_what_is_due(self) -> None:
-        for child in self._children():
-            if child.due is None or child.due > time.monotonic() or self.stopping:
-                continue
-            child.due = None
-            child.complaint, child.is_fatal = "", False
-            child.log.parent.mkdir(parents=True, exist_ok=True)
-            child.log_file = child.log.open("ab")
-            child.process = subprocess.Popen(
-                child.command,
-                env=os.environ | child.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl+C reaches the launcher alone, which then ends its children in order
-                preexec_fn=partial(die_with_parent, os.getpid()),
-            )
-            assert child.process.stdout is not None
-            os.set_blocking(child.process.stdout.fileno(), False)
-            self._selector.register(child.process.stdout, selectors.EVENT_READ, child)
-            # --fresh is for the first start only: a restarted group belongs to the run that has begun.
-            child.command = [argument for argument in child.command if argument != "--fresh"]
-
-    # ---- what they print ----
-
-    def _listen(self, seconds: float) -> None:
-        for key, _ in self._selector.select(seconds):
-            self._read(key.data)
-
-    def _read(self, child: Child) -> None:
-        assert child.process is not None
-        assert child.process.stdout is not None
-        assert child.log_file is not None
-        data = child.process.stdout.read()
-        if data is None:
-            return
-        if not data:  # every process that could write has ended
-            if child.process.stdout in self._selector.get_map():
-                self._selector.unregister(child.process.stdout)
-            return
-        child.log_file.write(data)
-        child.log_file.flush()
-        *lines, child.unread = (child.unread + data).split(b"\n")
-        for line in lines:
-            self._hear(child, line.decode(errors="replace").rstrip())
-
-    def _hear(self, child: Child, line: str) -> None:
-        if (match := _LINE.match(line)) is None:
-            return
-        group, level, text = int(match["group"]), match["level"], match["text"]
-        if committed := _COMMITTED.match(text):
-            child.round = int(committed[1])
-            child.failures = 0
-        if level in ("ERROR", "CRITICAL"):
-            child.complaint = text
-            child.is_fatal |= level == "CRITICAL"
-            return  # told once the group has ended
-        if self._shown_by is None:
-            self._shown_by = group
-        if group == self._shown_by or level == "WARNING":
-            print(line.replace(f" group {group} INFO", ""), flush=True)
-
-    # ---- what ends ----
-
-    def _ended(self, child: Child) -> None:
-        assert child.process is not None
-        assert child.log_file is not None
-        self._read_rest(child)
-        code, pid = child.process.returncode, child.process.pid
-        _kill_session(pid)  # what the job left behind, if anything
-        child.process = None
-        child.log_file.close()
-        if child is self.lighthouse:
-            if not self.stopping:
-                print(f"the lighthouse ended ({_cause(code)}); starting it again at the same address", flush=True)
-                child.due = time.monotonic()
-            return
-        if code == 0 and not self.stopping:
-            child.completed = True
-            self._one_is_complete(child)
-            return
-        if self.stopping:
-            return
-        child.failures += 1
-        reason = child.complaint or f"{_cause(code)}, see {child.log}"
-        if child.is_fatal:
-            if reason != self._last_complaint:
-                print(f"error: {child.name}: {reason}", file=sys.stderr, flush=True)
-            self._last_complaint = reason
-            self._stop_all(f"{child.name} cannot run")
-            return
-        limit = self.recipe.fault_tolerance.max_restarts
-        if child.failures > limit:
-            print(
-                f"error: {child.name} failed {child.failures} times without a committed round in between "
-                f"(fault_tolerance.max_restarts = {limit}): {reason}",
-                file=sys.stderr,
-                flush=True,
-            )
-            return
-        pause = min(LONGEST_PAUSE_SECONDS, 2.0 ** (child.failures - 1))
-        print(f"{child.name} ended ({reason}); starting it again in {pause:.0f} s", flush=True)
-        child.restarts += 1
-        child.due = time.monotonic() + pause
-        if self._shown_by is not None and child is self.groups.get(self._shown_by):
-            self._shown_by = None  # whoever speaks next is shown from now on
-
-    def _read_rest(self, child: Child) -> None:
-        assert child.process is not None
-        assert child.process.stdout is not None
-        self._read(child)
-        if child.process.stdout in self._selector.get_map():
-            self._selector.unregister(child.process.stdout)
-        child.process.stdout.close()
-        child.unread = b""
-
-    def _one_is_complete(self, first: Child) -> None:
-        """The run is complete. Groups that committed the last round finish their work; the others are ended."""
-        self.status = "completed"
-        for child in self.groups.values():
-            if child.completed or child.round >= first.round > 0:
-                continue
-            if child.running or child.due is not None:
-                print(f"{child.name} had not come back when the run was completed; it is stopped", flush=True)
-            child.due = None
-            if child.process is not None:
-                self._end(child.process, signal.SIGTERM)
-
-    # ---- ending it all ----
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.stopping:
-            self._deadline = 0.0  # asked twice: at once
-            return
-        if self.status != "completed":
-            self.status = "stopped"
-        print(f"\n{signal.Signals(number).name}: stopping all groups", flush=True)
-        self._stop_all("stopped by a signal")
-
-    def _stop_all(self, reason: str) -> None:
-        self.stopping = reason
-        # A little early, so that nothing is left when the grace is over.
-        self._deadline = time.monotonic() + 0.9 * self.recipe.checkpoint.grace
-        for child in self.groups.values():
-            child.due = None
-            if child.process is not None:
-                self._end(child.process, signal.SIGTERM)
-
-    def _kill_all(self) -> None:
-        for child in self._children():
-            child.due = None
-            if child.process is not None:
-                self._end(child.process, signal.SIGKILL)
-                child.process.wait()
-
-    def _end(self, process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-        """Signal a job's main process; torchrun passes SIGTERM on to its ranks, and they die with it."""
-        if process.poll() is None:
-            process.send_signal(number)
-
-
-def _kill_session(leader: int) -> None:
+def _exists(module: str) -> bool:
     try:
-        os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # nothing was left, as it should be
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
-def _cause(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+def _host_and_port(lighthouse: str) -> tuple[str, int]:
+    try:
+        url = urlsplit(lighthouse)
+        host, port = url.hostname, url.port
+    except ValueError:
+        host = port = None
+    if host is None or port is None or url.scheme != "http":
+        raise LaunchError(f"TORCHFT_LIGHTHOUSE={lighthouse}: expected an address of the form http://host:port")
+    return host, port
 
 
-def _lighthouse_command(recipe: Recipe, port: int) -> list[str]:
+# ---- what can be found out before anything starts ----
+
+
+def check_files(recipe: Recipe) -> None:
+    """Raises TokenizerError or LaunchError if a file that the recipe names is missing, or the vocabulary too large.
+
+    Whether text can be trained on is seen when it is read.
+    """
+    check_vocabulary(load_tokenizer(recipe.model.tokenizer_path), FLAVORS[recipe.model.flavor].vocab_size)
+    paths = {"training.dataset_path": recipe.training.dataset_path}
+    if recipe.validation.enable:
+        paths["validation.dataset_path"] = recipe.validation.dataset_path
+    for key, path in paths.items():
+        pattern = os.path.expanduser(path)
+        if path and not os.path.exists(pattern) and not glob.glob(pattern, recursive=True):
+            raise LaunchError(f"{path}: no such file or folder; set {key} to text that exists on this machine")
+
+
+def check_lighthouse(address: str, seconds: float = LIGHTHOUSE_WAIT_SECONDS) -> None:
+    """Return once a torchft lighthouse answers at ``http://host:port``; raises LaunchError after ``seconds``."""
+    host, port = _host_and_port(address)
+    started = time.monotonic()
+    told = started
+    while True:
+        connection = http.client.HTTPConnection(host, port, timeout=5.0)
+        try:
+            connection.request("GET", "/")
+            if b"torchft" in connection.getresponse().read(2000):
+                return
+            reason = "what answers there is something else"
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        finally:
+            connection.close()
+        if time.monotonic() - started > seconds:
+            raise LaunchError(
+                f"no lighthouse at {address}: {reason} (tried for {seconds:.0f} s); check that torchft_lighthouse "
+                "runs there, the host and the port in TORCHFT_LIGHTHOUSE, and that no firewall is in between"
+            )
+        if time.monotonic() - told > 9:
+            say(f"waiting for the lighthouse at {address}: {reason}")
+            told = time.monotonic()
+        time.sleep(0.5)
+
+
+def check_port(port: int, what: str) -> None:
+    """Raises LaunchError if something listens at a port that is to be ours."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        if probe.family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection that lingers does not count
+        try:
+            probe.bind(("", port))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise LaunchError(f"{what}: port {port} cannot be used ({reason}); choose another one") from error
+
+
+# ---- what to start ----
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The processes of a run on this machine. ``device``: GPU or CPU."""
+
+    groups: dict[int, Child]
+    lighthouse: Child | None
+    device: str
+
+
+def make_plan(recipe: Recipe, place: Place, command: Command) -> Plan:
+    """Raises LaunchError if a port is taken, a program is missing or there are too few GPUs."""
+    folder = Path(recipe.job.dump_folder)
+    numbers = [place.only_group] if place.only_group is not None else range(recipe.fault_tolerance.num_replica_groups)
+    gpus = find_gpus(os.environ)
+    on_gpu = len(gpus) >= len(numbers) * place.ranks_here
+    if recipe.fault_tolerance.process_group == "nccl" and not on_gpu:
+        raise LaunchError(
+            f'fault_tolerance.process_group = "nccl" needs a GPU for each of {len(numbers) * place.ranks_here} ranks, '
+            f'and there are {len(gpus)} here: set it to "gloo"'
+        )
+    if place.num_nodes > 1 and place.node_rank == 0:
+        check_port(int(str(place.rendezvous).rpartition(":")[2]), f"RDZV_ENDPOINT={place.rendezvous}")
+    address, lighthouse = place.lighthouse, None
+    if address is None and len(numbers) > 1:
+        port = recipe.fault_tolerance.lighthouse_port or free_port()
+        check_port(port, "fault_tolerance.lighthouse_port")
+        address = f"http://127.0.0.1:{port}"
+        lighthouse = Child(
+            "the lighthouse", lighthouse_command(recipe, port), {"RUST_LOG": _rust_log()}, folder / "lighthouse.log"
+        )
+    groups = {}
+    for position, group in enumerate(numbers):
+        share = gpus[position * place.ranks_here : (position + 1) * place.ranks_here] if on_gpu else []
+        environment = group_environment(place, group, address, folder, share)
+        log = "log.txt" if place.node_rank == 0 else f"log.{place.node_rank}.txt"
+        groups[group] = Child(
+            f"group {group}",
+            group_command(place, group, folder / "config.toml", command),
+            environment,
+            replica_folder(folder, group) / log,
+        )
+    return Plan(groups, lighthouse, "GPU" if on_gpu else "CPU")
+
+
+def lighthouse_command(recipe: Recipe, port: int) -> list[str]:
     groups = recipe.fault_tolerance
     program = shutil.which("torchft_lighthouse", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if program is None:
         raise LaunchError("torchft_lighthouse is not installed beside this Python: pip install torchft")
     return [
         program,
-        "--bind", f"[::]:{port}",
+        "--bind", f"127.0.0.1:{port}",  # all groups are on this machine, and nobody else is to reach it
         "--min_replicas", "1",  # how many may start or commit is the round's decision, not the lighthouse's
         "--join_timeout_ms", str(int(groups.join_timeout_seconds * 1000)),
         "--heartbeat_timeout_ms", str(int(groups.heartbeat_timeout_seconds * 1000)),
@@ -375,9 +270,10 @@ def _lighthouse_command(recipe: Recipe, port: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _group_command(place: Place, group: int, config_file: Path, command: Command) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0"]
-    torchrun += ["--nproc-per-node", str(place.num_ranks // place.num_nodes)]
+def group_command(place: Place, group: int, config_file: Path, command: Command) -> list[str]:
+    """The torchrun job of one group, on this node."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0", "--log-dir", os.devnull]
+    torchrun += ["--nproc-per-node", str(place.ranks_here)]
     if place.num_nodes == 1:
         torchrun += ["--standalone"]
     else:
@@ -390,123 +286,81 @@ def _group_command(place: Place, group: int, config_file: Path, command: Command
     return torchrun + ["--fresh"] * command.fresh + ["--debug"] * command.debug
 
 
-def _group_environment(
+def group_environment(
     place: Place, group: int, lighthouse: str | None, folder: Path, gpus: Sequence[str]
 ) -> dict[str, str]:
+    """What the processes of one group find in their environment beside the launcher's."""
     environment = {
         "REPLICA_ID": str(group),
         "RUN_FOLDER": str(folder.resolve()),
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        # The first rank of a node tells the launcher how the run goes, whether or not a person wants to see it.
+        "LOG_RANK": ",".join(map(str, sorted({place.node_rank * place.ranks_here, *place.shown_ranks}))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "RUST_LOG": _rust_log(),
     }
     if lighthouse:
         environment["TORCHFT_LIGHTHOUSE"] = lighthouse
-    if "OMP_NUM_THREADS" not in os.environ:
-        environment["OMP_NUM_THREADS"] = "1"
     return environment
 
 
-def _gpus() -> list[str]:
+def _rust_log() -> str:
+    """torchft writes several lines per second while a group waits, unless told not to."""
+    return os.environ.get("RUST_LOG", "warn")
+
+
+def find_gpus(environment: Mapping[str, str]) -> list[str]:
     """The GPUs that this machine offers, as CUDA_VISIBLE_DEVICES names them."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in visible.split(",") if name]
+    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
     if (program := shutil.which("nvidia-smi")) is None:
         return []
     listing = subprocess.run([program, "-L"], capture_output=True, text=True, check=False)
     return [str(index) for index, _ in enumerate(re.findall(r"^GPU ", listing.stdout, re.MULTILINE))]
 
 
-def _share(gpus: Sequence[str], position: int, num_groups: int, place: Place) -> Sequence[str]:
-    """The GPUs of one group; none for any group unless there are enough for all."""
-    num_ranks = place.num_ranks // place.num_nodes
-    if len(gpus) < num_ranks * num_groups:
-        return []
-    return gpus[position * num_ranks : (position + 1) * num_ranks]
+# ---- what a person is told ----
 
 
-def _refuse_used_port(port: int, key: str) -> None:
-    with socket.socket(socket.AF_INET6) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("::", port))
-        except OSError as error:
-            raise LaunchError(f"{key}: port {port} cannot be used ({error.strerror}); choose another one") from error
-
-
-# ---- the summary ----
-
-
-def merge_summaries(launcher: Launcher) -> dict[str, Any]:
-    """``summary.json`` of the run, from those of the groups that this launcher started."""
-    replicas = {}
-    for group in launcher.groups:
-        file = replica_folder(launcher.folder, group) / "summary.json"
-        if file.exists():
-            replicas[str(group)] = json.loads(file.read_text())
-    told = [replica for replica in replicas.values() if replica["status"] == "completed"] or list(replicas.values())
-    best: dict[str, Any] = max(told, key=lambda replica: replica["rounds"], default={})
-    faults: dict[str, int] = {"restarts": sum(child.restarts for child in launcher.groups.values())}
-    for replica in replicas.values():
-        for kind, count in replica["faults"].items():
-            faults[kind] = faults.get(kind, 0) + count
-    keys = ("steps", "rounds", "tokens", "first_loss", "final_loss", "validation_loss_before", "validation_loss")
-    return {
-        "status": launcher.status,
-        **{key: best.get(key) for key in (*keys, "goodput", "digest", "run_id", "round_seconds")},
-        "faults": faults,
-        "not_back": [group for group, child in launcher.groups.items() if not child.completed],
-        "replicas": replicas,
-    }
-
-
-def describe_start(launcher: Launcher, recipe: Recipe) -> str:
-    place = launcher.place
+def describe_start(plan: Plan, place: Place, recipe: Recipe, commands: Mapping[str, str]) -> str:
     dp_shard, tp = ranks_per_group(recipe, place.num_ranks)
-    groups = ", ".join(str(group) for group in launcher.groups)
+    groups = f"group {', '.join(map(str, plan.groups))} of {recipe.fault_tolerance.num_replica_groups}"
+    nodes = f", this is node {place.node_rank} of {place.num_nodes}" * (place.num_nodes > 1)
     method = f"{recipe.outer.method} outside, {recipe.optimizer.name} inside"
     return "\n".join(
         [
-            f"group {groups} of {recipe.fault_tolerance.num_replica_groups}, each of {place.num_ranks} ranks "
-            f"(FSDP {dp_shard} x TP {tp}) on {launcher.device}: model {recipe.model.flavor}, {method}",
-            f"{recipe.training.steps} steps, a round every {recipe.outer.sync_steps}; files in {launcher.folder}/",
-            *_commands(launcher),
+            f"{groups}, {place.num_ranks} ranks each (FSDP {dp_shard} x TP {tp}) on {plan.device}{nodes}: "
+            f"model {recipe.model.flavor}, {method}",
+            f"{recipe.training.steps} steps, a round every {recipe.outer.sync_steps}; "
+            f"files in {recipe.job.dump_folder}/",
+            *command_lines(commands),
         ]
     )
 
 
-def _commands(launcher: Launcher) -> list[str]:
-    python = os.path.relpath(sys.executable) if os.access(sys.executable, os.X_OK) else "python"
-    group = list(launcher.groups)[-1]
-    return [
-        f"  watch:         {python} -m tensorboard.main --logdir {launcher.folder}",
-        f"  kill a group:  {python} -m tools.kill_group {launcher.folder} {group}",
+def useful_commands(recipe: Recipe, plan: Plan) -> dict[str, str]:
+    """What one may want to do while the run goes on -> the command for it."""
+    python, folder = shlex.quote(os.path.relpath(sys.executable)), shlex.quote(recipe.job.dump_folder)
+    commands = {"kill a group": f"{python} -m tools.kill_group {folder} {list(plan.groups)[-1]}"}
+    if recipe.metrics.enable_tensorboard:
+        commands["watch"] = f"{python} -m tensorboard.main --logdir {folder}"
+    return commands
+
+
+def resume_command(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The command that goes on with the run that these arguments and this environment started."""
+    variables = ["NGPU", "LOG_RANK", "TRAIN_FILE", "TORCHFT_LIGHTHOUSE", "ONLY_GROUP", "NNODES", "NODE_RANK"]
+    variables += ["RDZV_ENDPOINT", "LOCAL_ADDR"]
+    settings = [
+        f"{name.replace('ONLY_GROUP', 'REPLICA_ID')}={shlex.quote(environment[name])}"
+        for name in variables
+        if environment.get(name)
     ]
+    script = os.path.join(".", os.path.relpath(Path(__file__).parent.parent / "run_train.sh"))
+    return " ".join([*settings, shlex.join([script, *(argument for argument in arguments if argument != "--fresh")])])
 
 
-def describe_end(launcher: Launcher, summary: Mapping[str, Any], resume: str) -> str:
-    """The summary for a person."""
-
-    def number(value: float | None, digits: int = 4) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
-    lines = [f"run {summary['status']}: {summary['rounds'] or 0} rounds, {summary['tokens'] or 0:,} tokens"]
-    lines += [
-        f"  loss           {number(summary['first_loss'])} -> {number(summary['final_loss'])} (mean over a round)"
-    ]
-    if summary["validation_loss_before"] is not None:
-        before, after = summary["validation_loss_before"], summary["validation_loss"]
-        share = f" ({after / before:.0%})" if after is not None else ""
-        lines += [f"  validation     {number(before)} -> {number(after)}{share}"]
-    seconds, rounds = summary["round_seconds"] or {}, max(1, summary["rounds"] or 1)
-    parts = ", ".join(f"{part} {seconds[part] / rounds:.2f}" for part in sorted(seconds))
-    lines += [f"  s per round    {parts or '-'}"]
-    lines += [f"  goodput        {number(summary['goodput'], 2)} (time in committed inner steps / all time)"]
-    lines += [f"  faults         {', '.join(f'{count} {kind}' for kind, count in summary['faults'].items())}"]
-    digests = {replica["digest"] for replica in summary["replicas"].values() if replica["status"] == "completed"}
-    lines += [f"  digest         {', '.join(sorted(map(str, digests)))}" + " (all groups equal)" * (len(digests) == 1)]
-    checkpoints = launcher.folder / launcher.recipe.checkpoint.folder
-    lines += [f"  TensorBoard    {launcher.folder}/replica_*/{launcher.recipe.metrics.save_tb_folder}"]
-    lines += [f"  checkpoints    {checkpoints}", f"  resume:        {resume}", *_commands(launcher)]
-    return "\n".join(lines)
+# ---- the program ----
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -517,21 +371,66 @@ def main(arguments: Sequence[str]) -> int:
     command, recipe = parse_command(arguments)
     place = read_place(os.environ, recipe)
     if command.validate:
-        print(f"{command.config_file or 'the debug recipe'}: ok")
+        print(f"{command.config_file or 'the debug recipe'}: ok\n{describe(recipe, place.num_ranks)}")
         return 0
     if recipe.job.print_config:
         print(recipe_to_toml(recipe))
+    check_files(recipe)
     folder = Path(recipe.job.dump_folder)
-    name = ".lock" if place.only_group is None else f".lock.{place.only_group}.{place.node_rank}"
-    with lock_folder(folder, name):
-        launcher = Launcher(recipe, place, command)
-        write_atomically(folder / "config.toml", recipe_to_toml(recipe))
-        print(describe_start(launcher, recipe), flush=True)
-        status = launcher.run()
-        summary = merge_summaries(launcher)
-        write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-        if not any(child.is_fatal for child in launcher.groups.values()):
-            print(describe_end(launcher, summary, " ".join(["./run_train.sh", *arguments])), flush=True)
+    with contextlib.ExitStack() as locks:
+        locks.enter_context(lock_folder(folder, shared=place.only_group is not None))
+        if place.only_group is not None:
+            locks.enter_context(lock_folder(folder, f".lock.{place.only_group}.{place.node_rank}"))
+        if not command.fresh and is_complete(folder, recipe):
+            say(f"the run in {folder} is complete; to train on, raise training.steps; to start over, say --fresh")
+            return 0
+        if place.lighthouse:
+            check_lighthouse(place.lighthouse)
+        plan = make_plan(recipe, place, command)
+        return launch(recipe, place, command, plan, resume_command(arguments, os.environ))
+
+
+def is_complete(folder: Path, recipe: Recipe) -> bool:
+    """Whether the files in the folder are those of this run, brought to its end."""
+    summary = SummaryFiles(folder, {}).read()
+    if summary.get("status") != "completed" or summary["steps"] < recipe.training.steps:
+        return False
+    try:
+        return hashed_items(load_recipe(folder / "config.toml")) == hashed_items(recipe)
+    except RecipeError:
+        return False
+
+
+def launch(recipe: Recipe, place: Place, command: Command, plan: Plan, resume: str) -> int:
+    """Run to the end and leave a summary. Bad input that nobody began to work on leaves the folder as it was."""
+    folder = Path(recipe.job.dump_folder)
+    config_file = folder / "config.toml"
+    config_before = config_file.read_text() if config_file.exists() else None
+    summaries = SummaryFiles.before_launch(folder, list(plan.groups))
+    supervisor = Supervisor(
+        plan.groups,
+        plan.lighthouse,
+        max_restarts=recipe.fault_tolerance.max_restarts,
+        min_groups=min_replica_groups(recipe) if place.only_group is None else 1,
+        grace_seconds=recipe.checkpoint.grace,
+        shown_ranks=place.shown_ranks,
+        show_everything=command.debug,
+    )
+    write_atomically(config_file, recipe_to_toml(recipe))
+    commands = useful_commands(recipe, plan)
+    say(describe_start(plan, place, recipe, commands))
+    status = supervisor.run()
+    if supervisor.refused and not summaries.of_this_launch():
+        if config_before is None:
+            config_file.unlink()
+        else:
+            write_atomically(config_file, config_before)
+        return status
+    completed = {group: child.completed for group, child in plan.groups.items()}
+    summary = summaries.merge(supervisor.status, completed, sum(child.restarts for child in plan.groups.values()))
+    summaries.write(summary)
+    if summary["rounds"] or supervisor.status != "failed":
+        say(describe_end(summary, recipe, {"resume": resume} | commands))
     return status
 
 
@@ -539,12 +438,14 @@ def run() -> None:
     """The program: errors that a person can mend are one line."""
     try:
         status = main(sys.argv[1:])
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if "--debug" in sys.argv:
             raise
         problems = error.problems if isinstance(error, RecipeError) else [str(error)]
-        print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr)
-        status = EXIT_BAD_INPUT
+        say("\n".join(f"error: {problem}" for problem in problems), sys.stderr)
+        status = EXIT_BAD_INPUT if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        status = EXIT_STOPPED  # nothing had been started yet
     sys.exit(status)
 
 

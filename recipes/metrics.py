@@ -20,15 +20,16 @@ logger = logging.getLogger("isoloco")
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "B200": 2250e12}
 
 
-def log_to_stdout(replica_id: int, rank: int) -> None:
-    """Set up the "isoloco" logger: rank 0 of a group tells everything, the others only what is wrong."""
+def log_to_stdout(replica_id: int, rank: int, log_rank: str = "") -> None:
+    """Set up the "isoloco" logger: the ranks in ``log_rank`` ("0,1"; default 0) tell all, others only what is wrong."""
+    who = f"group {replica_id}" + f" rank {rank}" * (rank > 0)
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s group {replica_id} %(levelname)s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {who} %(levelname)s %(message)s", "%H:%M:%S"))
     # Gathering a matrix that is sharded over two mesh axes is not a mistake here, and said once per rank.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     logger.handlers = [handler]
     logger.propagate = False
-    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    logger.setLevel(logging.INFO if str(rank) in (log_rank or "0").split(",") else logging.ERROR)
 
 
 def peak_flops(device: torch.device) -> float | None:

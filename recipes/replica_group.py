@@ -152,11 +152,11 @@ def build_checkpoints(recipe: Recipe, command: Command, model: Llama, files: Rep
         group=rank.background,
         keep_latest_k=recipe.checkpoint.keep_latest_k,
     )
-    if command.fresh:
+    if command.fresh and rank.rank == 0:
         checkpoints.set_all_aside()
-        if rank.rank == 0:
-            files.go_back_to(0, -1)
-        dist.barrier(group=rank.control)
+        files.go_back_to(0, -1)
+        logger.info("starting over: the checkpoints and rows of an earlier run are set aside")
+    dist.barrier(group=rank.control)
     return checkpoints
 
 

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 EXIT_BAD_INPUT = 2  # a restart would fail in the same way
@@ -19,12 +20,28 @@ class Stopped(BaseException):
 
 
 def die_with_parent(expected_parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies, also by kill -9. Linux only; elsewhere no effect."""
+    """Have the kernel kill this process when its parent dies, also by kill -9. Linux only; elsewhere no effect.
+
+    The parent may have died before the call: it must be ``expected_parent`` or, if that is not given and a launcher
+    started this process (LAUNCHER_PID), another process of that launcher.
+    """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if expected_parent is not None and os.getppid() != expected_parent:
-        os._exit(EXIT_STOPPED)  # it died before the call
+    if expected_parent is None:
+        orphaned = "LAUNCHER_PID" in os.environ and not _parent_has("LAUNCHER_PID", os.environ["LAUNCHER_PID"])
+    else:
+        orphaned = os.getppid() != expected_parent
+    if orphaned:
+        os._exit(EXIT_STOPPED)
+
+
+def _parent_has(name: str, value: str) -> bool:
+    try:
+        environment = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return f"{name}={value}".encode() in environment
 
 
 def stop_on_signals(grace_seconds: float) -> None:

@@ -38,6 +38,7 @@ from recipes.profiling import Profiler, start_profiling
 from recipes.rank import join_group
 from recipes.replica_group import ReplicaGroup, build_replica_group
 from recipes.run_files import FolderError, ReplicaFiles, lock_folder, write_atomically
+from recipes.run_summary import summarize_files
 
 logger = logging.getLogger("isoloco")
 
@@ -124,6 +125,8 @@ def after_meeting(group: ReplicaGroup, report: RoundReport) -> None:
     """Record a meeting, and drop the inner optimizer's state where it is spoilt or shall not outlive a heal."""
     if group.metrics is not None:
         group.metrics.outer_round(report)
+    elif report.committed:  # for the launchers of a group's other nodes
+        logger.info("round %d committed at step %d", report.round, report.step)
     starts_afresh = group.recipe.fault_tolerance.joiner_inner_state == "fresh"
     if report.reset_inner or (report.healed_from is not None and starts_afresh):
         group.optimizer.state.clear()
@@ -151,26 +154,16 @@ def measure_validation(group: ReplicaGroup) -> None:
 
 def write_summary(group: ReplicaGroup, metrics: Metrics, status: str) -> None:
     """This group's ``summary.json``."""
-    validation = group.files.read("validation.jsonl")
-    rounds = group.files.read("rounds.jsonl")
-    losses = [row["loss"] for row in rounds if "loss" in row]
     seconds = time.monotonic() - metrics.started
-    at_start = [row["validation_loss"] for row in validation if row["step"] == 0]
-    later = [row["validation_loss"] for row in validation if row["step"] > 0]
     summary: dict[str, Any] = {
         "status": status,
-        "replica_id": group.replica_id,
+        **summarize_files(group.files),
         "steps": group.outer.step,
         "rounds": group.outer.round,
         "tokens": group.outer.committed_tokens,
-        "first_loss": losses[0] if losses else None,
-        "final_loss": losses[-1] if losses else None,
-        "validation_loss_before": at_start[0] if at_start else None,
-        "validation_loss": later[-1] if later else None,
         "goodput": metrics.productive_seconds / seconds,
         "seconds": seconds,
         "faults": metrics.faults,
-        "digest": rounds[-1]["digest"] if rounds else None,
         "run_id": group.outer.run_id,
     }
     write_atomically(group.files.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
@@ -180,10 +173,11 @@ def main(arguments: Sequence[str]) -> None:
     command, recipe = parse_command(arguments)
     if "REPLICA_ID" in os.environ:
         recipe.fault_tolerance.replica_id = int(os.environ["REPLICA_ID"])
-    log_to_stdout(recipe.fault_tolerance.replica_id, int(os.environ.get("RANK", "0")))
+    rank_number = int(os.environ.get("RANK", "0"))
+    log_to_stdout(recipe.fault_tolerance.replica_id, rank_number, os.environ.get("LOG_RANK", ""))
     stop_on_signals(recipe.checkpoint.grace)
     files = ReplicaFiles(recipe.job.dump_folder, recipe.fault_tolerance.replica_id)
-    lock = lock_when_free(files.folder) if os.environ.get("RANK", "0") == "0" else None
+    lock = lock_when_free(files.folder) if rank_number == 0 else None
     group = build_replica_group(recipe, command, join_group(recipe))
     status = "failed"
     try:
@@ -213,6 +207,15 @@ def lock_when_free(folder: Path) -> IO[str]:
             time.sleep(0.2)
 
 
+def tell(level: int, reason: str) -> None:
+    """Say on one line why this rank ends."""
+    line = next(iter(reason.strip().splitlines()), "no reason given")
+    if logger.handlers:
+        logger.log(level, "%s", line)
+    else:  # it ends before it knows which group it is
+        print(f"error: {line}", file=sys.stderr)
+
+
 def run() -> None:
     """The process from its first line to its end. Leaves by os._exit: libraries' threads must not keep it alive."""
     status = 0
@@ -224,10 +227,11 @@ def run() -> None:
     except ValueError as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        logger.critical("%s", str(error).splitlines()[0])
+        tell(logging.CRITICAL, str(error))  # a restart would fail in the same way
         status = EXIT_BAD_INPUT
-    except Exception:
-        logger.exception("this rank crashed")
+    except Exception as error:
+        tell(logging.ERROR, f"rank {os.environ.get('RANK', '0')} crashed with {type(error).__name__}: {error}")
+        traceback.print_exc()
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()

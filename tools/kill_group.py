@@ -5,26 +5,20 @@ folder (RUN_FOLDER) in their environment; nothing is found by name.
 """
 
 import argparse
-import os
-import signal
 import sys
 from pathlib import Path
+
+from recipes.run_processes import kill_processes_with, processes_with
+
+
+def marks_of_group(folder: Path, group: int) -> dict[str, str]:
+    """What the environment of every process of group ``group`` of the run in ``folder`` holds."""
+    return {"REPLICA_ID": str(group), "RUN_FOLDER": str(folder.resolve())}
 
 
 def processes_of_group(folder: Path, group: int) -> list[int]:
     """Ids of the living processes of group ``group`` of the run in ``folder``."""
-    wanted = {f"REPLICA_ID={group}".encode(), f"RUN_FOLDER={folder.resolve()}".encode()}
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            environment = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # it ended, or belongs to somebody else
-        if wanted <= set(environment):
-            found.append(int(entry.name))
-    return sorted(found)
+    return processes_with(marks_of_group(folder, group))
 
 
 def main() -> int:
@@ -32,13 +26,15 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="the run's job.dump_folder")
     parser.add_argument("group", type=int, help="number of the group")
     arguments = parser.parse_args()
-    processes = processes_of_group(arguments.folder, arguments.group)
-    if not processes:
+    try:
+        killed = kill_processes_with(marks_of_group(arguments.folder, arguments.group))
+    except PermissionError:
+        print(f"error: group {arguments.group} of {arguments.folder} belongs to another user", file=sys.stderr)
+        return 2
+    if not killed:
         print(f"error: no process of group {arguments.group} of a run in {arguments.folder} is alive", file=sys.stderr)
         return 2
-    for process in processes:
-        os.kill(process, signal.SIGKILL)
-    print(f"killed group {arguments.group}: processes {', '.join(map(str, processes))}")
+    print(f"killed group {arguments.group}: processes {', '.join(map(str, killed))}")
     return 0
 
 

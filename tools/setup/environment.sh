@@ -8,7 +8,10 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 has_modules() { # PYTHON MODULES
     "$1" - $2 >/dev/null 2>&1 <<'PYTHON'
 import importlib.util, sys
-sys.exit(sys.version_info < (3, 10) or any(importlib.util.find_spec(name) is None for name in sys.argv[1:]))
+from importlib.metadata import version
+if sys.version_info < (3, 10) or any(importlib.util.find_spec(name) is None for name in sys.argv[1:]):
+    sys.exit(1)
+sys.exit(tuple(map(int, version("torch").split(".")[:2])) < (2, 11))  # the least that pyproject.toml asks for
 PYTHON
 }
 
@@ -35,13 +38,14 @@ want_python() { # EXTRAS MODULES
     if [ -e "$stamp" ]; then return; fi
     log="$root/.venv.log"
     echo "setting up $root/.venv (once; a minute or more, depending on the network)" >&2
+    # Each step hangs on the one before: in front of || a failing command does not end the subshell, even under set -e.
     (
         if command -v flock >/dev/null; then flock 9; fi
         if [ -e "$stamp" ]; then exit 0; fi
-        set -e
-        "$base" -m venv "$root/.venv"
-        "$python" -m pip install --quiet --disable-pip-version-check -c "$root/tools/setup/constraints.txt" -e "$root$extras"
-        touch "$stamp"
+        "$base" -m venv "$root/.venv" &&
+            "$python" -m pip install --quiet --disable-pip-version-check \
+                -c "$root/tools/setup/constraints.txt" -e "$root$extras" &&
+            touch "$stamp"
     ) 9>"$root/.venv.lock" >"$log" 2>&1 || {
         tail -n 20 "$log" >&2
         echo "error: the packages could not be installed into $root/.venv; the whole output is in $log" >&2
