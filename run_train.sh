@@ -6,7 +6,7 @@
 # From the environment:
 #   CONFIG_FILE         the recipe (default: train_configs/debug.toml)
 #   NGPU                ranks per replica group (default: the product of the recipe's degrees)
-#   LOG_RANK            whose lines to show, e.g. 0 or 0,1 (default: the first rank on this machine)
+#   LOG_RANK            whose lines to show, e.g. 0 or 0,1 (default: the first one on this machine)
 #   TRAIN_FILE          the module that each rank runs (default: recipes.train)
 #   TORCHFT_LIGHTHOUSE  http://host:port of the run to join, with REPLICA_ID: start this one group only
 #   REPLICA_ID          the number of this group

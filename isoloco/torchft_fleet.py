@@ -8,9 +8,9 @@ Local rank r of a group talks to local rank r of the other groups, so all groups
 """
 
 import contextlib
+import http.client
 import json
 import logging
-import socket
 import threading
 import time
 import uuid
@@ -64,6 +64,30 @@ class _NoTransport(CheckpointTransport[Any]):
         raise AssertionError("the round heals, not torchft")
 
 
+class _WatchfulClient:
+    """torchft's client of its lighthouse, which notices that it talks to a restarted one.
+
+    A lighthouse gives every change of members a higher number, and torchft connects the process group anew only when
+    the number has changed. A restarted one counts from one again: torchft would go on with connections to others than
+    those who are here.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._last: tuple[int, list[str]] = (0, [])
+
+    def _quorum(self, **arguments: Any) -> Any:
+        result = self._client._quorum(**arguments)
+        number, members = self._last
+        if result.quorum_id < number or (result.quorum_id == number and result.replica_ids != members):
+            raise RuntimeError("the lighthouse was restarted")
+        self._last = result.quorum_id, result.replica_ids
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
 class TorchFTFleet:
     """One replica group of a run whose groups meet through a torchft lighthouse.
 
@@ -73,7 +97,7 @@ class TorchFTFleet:
         group: the gloo-capable process group of this group's ranks, or None for a group of one rank.
         rank, world_size: of this process inside its group.
         store_host, store_port: the group's TCPStore (torchrun's MASTER_ADDR and MASTER_PORT; it must be listening),
-            which the other groups must be able to reach under that name.
+            which the other groups must be able to reach under that name. Rank 0 runs on that host.
         backend: ``"gloo"`` (tensors on the CPU) or ``"nccl"``.
         timeout_seconds: of one transfer or collective between groups.
         quorum_timeout_seconds: how long a meeting may take to come about; longer than an inner phase.
@@ -131,11 +155,26 @@ class TorchFTFleet:
             if my_turn:
                 try:
                     self._manager = self._new_manager()
+                    self._manager._client = _WatchfulClient(self._manager._client)
                 except Exception as error:  # torchft raises whatever its RPC layer raises
                     failure = error
             if not self.agree(failure is None):
                 reason = _first_line(failure) if failure else "another rank of this group failed"
                 raise FleetError(f"cannot register with the lighthouse {self.lighthouse}: {reason}") from failure
+
+    def _register_again(self) -> None:
+        """Start a new Manager, on a new store."""
+        # A Manager whose quorum call failed repeats that failure for ever. And a restarted lighthouse counts its
+        # quorums from one again, from which torchft makes the keys of a rendezvous: in a store that has seen that
+        # number before, the ranks would read each other's old addresses.
+        host = self._store[0]
+        if self._rank == 0:
+            self._own_store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = host, same_in_group(self._own_store.port if self._rank == 0 else 0, self._group)
+        with contextlib.suppress(Exception):
+            self._pg.abort()
+            self._manager.shutdown(wait=False)
+        self._connect()
 
     def _new_manager(self) -> Manager:
         return Manager(
@@ -170,11 +209,7 @@ class TorchFTFleet:
             except Exception as error:  # torchft raises whatever its RPC layer raises
                 failure = error
         if not self.agree(failure is None):
-            # A Manager whose quorum call failed repeats that failure for ever: start a new one.
-            with contextlib.suppress(Exception):
-                self._pg.abort()
-                self._manager.shutdown(wait=False)
-            self._connect()
+            self._register_again()
             reason = _first_line(failure) if failure else "another rank of this group failed"
             raise FleetError(f"no quorum at {self.lighthouse}: {reason}") from failure
         waited = time.monotonic() - started
@@ -357,7 +392,7 @@ def _first_line(error: object) -> str:
 
 
 def wait_for_lighthouse(address: str, timeout_seconds: float) -> None:
-    """Return once something listens at ``http://host:port``.
+    """Return once a lighthouse answers at ``http://host:port``.
 
     Raises LighthouseUnreachableError after ``timeout_seconds``, or at once if the address is no address.
     """
@@ -373,16 +408,30 @@ def wait_for_lighthouse(address: str, timeout_seconds: float) -> None:
     while True:
         num_tries += 1
         try:
-            remaining = max(0.5, deadline - time.monotonic())
-            with socket.create_connection((host, port), timeout=min(5.0, remaining)):
+            status = _status(host, port, timeout=min(5.0, max(0.5, deadline - time.monotonic())))
+            if status == 200:
                 return
+            reason = f"something else answers there (HTTP status {status})"
+        except http.client.HTTPException:
+            reason = "something else answers there"
         except OSError as error:
-            if time.monotonic() + 0.5 > deadline:
-                raise LighthouseUnreachableError(
-                    f"no lighthouse at {address}: {error} (tried {num_tries} times in {timeout_seconds:.0f} s). "
-                    f"Check that torchft_lighthouse runs there, the port, and that a firewall lets it through"
-                ) from error
+            reason = str(error)
+        if time.monotonic() + 0.5 > deadline:
+            raise LighthouseUnreachableError(
+                f"no lighthouse at {address}: {reason} (tried {num_tries} times in {timeout_seconds:.0f} s). "
+                f"Check that torchft_lighthouse runs there, the port, and that a firewall lets it through"
+            )
         time.sleep(0.5)
+
+
+def _status(host: str, port: int, timeout: float) -> int:
+    """HTTP status of the page that every lighthouse has."""
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    try:
+        connection.request("GET", "/status")
+        return connection.getresponse().status
+    finally:
+        connection.close()
 
 
 @contextlib.contextmanager

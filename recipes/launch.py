@@ -54,7 +54,7 @@ class Place:
     ``only_group``: the one group to start, or None for all of them. ``lighthouse``: of the run to join, if any.
     ``num_ranks``: per group. ``num_nodes``, ``node_rank``, ``rendezvous``: of this group's torchrun.
     ``local_address``: under which the ranks' machine can be reached; None for its host name. ``shown_ranks``: whose
-    lines a person wants to see. ``train_module``: what a rank runs.
+    lines a person wants to see; none in particular if empty. ``train_module``: what a rank runs.
     """
 
     only_group: int | None
@@ -112,9 +112,8 @@ def read_place(environment: Mapping[str, str], recipe: Recipe) -> Place:
     dp_shard, tp = ranks_per_group(recipe, number("NGPU", 0, least=1) or None)
     if dp_shard * tp % num_nodes:
         raise LaunchError(f"{dp_shard * tp} ranks cannot be spread evenly over NNODES={num_nodes}")
-    first_rank = node_rank * (dp_shard * tp // num_nodes)
-    log_rank = environment.get("LOG_RANK") or str(first_rank)
-    if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", log_rank):
+    log_rank = environment.get("LOG_RANK", "")
+    if not re.fullmatch(r"([0-9]{1,6}(,[0-9]{1,6})*)?", log_rank):
         raise LaunchError(f"LOG_RANK={log_rank} in the environment: expected ranks, such as 0 or 0,1")
     train_module = environment.get("TRAIN_FILE") or "recipes.train"
     if not _exists(train_module):
@@ -127,7 +126,7 @@ def read_place(environment: Mapping[str, str], recipe: Recipe) -> Place:
         node_rank=node_rank,
         rendezvous=rendezvous,
         local_address=environment.get("LOCAL_ADDR") or (None if lighthouse or num_nodes > 1 else "127.0.0.1"),
-        shown_ranks=tuple(map(int, log_rank.split(","))),
+        shown_ranks=tuple(int(rank) for rank in log_rank.split(",") if rank),
         train_module=train_module,
     )
 
@@ -244,7 +243,7 @@ def make_plan(recipe: Recipe, place: Place, command: Command) -> Plan:
     groups = {}
     for position, group in enumerate(numbers):
         share = gpus[position * place.ranks_here : (position + 1) * place.ranks_here] if on_gpu else []
-        environment = group_environment(place, group, address, folder, share)
+        environment = group_environment(group, address, folder, share)
         log = "log.txt" if place.node_rank == 0 else f"log.{place.node_rank}.txt"
         groups[group] = Child(
             f"group {group}",
@@ -286,16 +285,12 @@ def group_command(place: Place, group: int, config_file: Path, command: Command)
     return torchrun + ["--fresh"] * command.fresh + ["--debug"] * command.debug
 
 
-def group_environment(
-    place: Place, group: int, lighthouse: str | None, folder: Path, gpus: Sequence[str]
-) -> dict[str, str]:
+def group_environment(group: int, lighthouse: str | None, folder: Path, gpus: Sequence[str]) -> dict[str, str]:
     """What the processes of one group find in their environment beside the launcher's."""
     environment = {
         "REPLICA_ID": str(group),
         "RUN_FOLDER": str(folder.resolve()),
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        # The first rank of a node tells the launcher how the run goes, whether or not a person wants to see it.
-        "LOG_RANK": ",".join(map(str, sorted({place.node_rank * place.ranks_here, *place.shown_ranks}))),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "RUST_LOG": _rust_log(),
     }
@@ -340,7 +335,7 @@ def describe_start(plan: Plan, place: Place, recipe: Recipe, commands: Mapping[s
 
 def useful_commands(recipe: Recipe, plan: Plan) -> dict[str, str]:
     """What one may want to do while the run goes on -> the command for it."""
-    python, folder = shlex.quote(os.path.relpath(sys.executable)), shlex.quote(recipe.job.dump_folder)
+    python, folder = shlex.quote(_shown(Path(sys.executable))), shlex.quote(recipe.job.dump_folder)
     commands = {"kill a group": f"{python} -m tools.kill_group {folder} {list(plan.groups)[-1]}"}
     if recipe.metrics.enable_tensorboard:
         commands["watch"] = f"{python} -m tensorboard.main --logdir {folder}"
@@ -356,8 +351,14 @@ def resume_command(arguments: Sequence[str], environment: Mapping[str, str]) -> 
         for name in variables
         if environment.get(name)
     ]
-    script = os.path.join(".", os.path.relpath(Path(__file__).parent.parent / "run_train.sh"))
+    script = _shown(Path(__file__).parent.parent / "run_train.sh")
     return " ".join([*settings, shlex.join([script, *(argument for argument in arguments if argument != "--fresh")])])
+
+
+def _shown(program: Path) -> str:
+    """As short as a program can be named here so that a shell finds it."""
+    relative = os.path.relpath(program)
+    return min(relative if os.sep in relative else os.path.join(".", relative), str(program.absolute()), key=len)
 
 
 # ---- the program ----
@@ -393,7 +394,7 @@ def main(arguments: Sequence[str]) -> int:
 def is_complete(folder: Path, recipe: Recipe) -> bool:
     """Whether the files in the folder are those of this run, brought to its end."""
     summary = SummaryFiles(folder, {}).read()
-    if summary.get("status") != "completed" or summary["steps"] < recipe.training.steps:
+    if summary.get("status") != "completed" or summary.get("steps", 0) < recipe.training.steps:
         return False
     try:
         return hashed_items(load_recipe(folder / "config.toml")) == hashed_items(recipe)

@@ -68,7 +68,8 @@ class Supervisor:
         max_restarts: of one child without a committed round in between.
         min_groups: how many groups there must be left for a run to go on.
         grace_seconds: in which everything ends that is told to stop.
-        shown_ranks: the ranks whose lines are shown, of one group at a time. Warnings of all groups are.
+        shown_ranks: the ranks whose lines are shown, of one group at a time; if empty, all that speak. Warnings are
+            shown of all groups.
         show_everything: show also what the libraries print.
     """
 
@@ -80,7 +81,7 @@ class Supervisor:
         max_restarts: int = 10,
         min_groups: int = 1,
         grace_seconds: float = 30.0,
-        shown_ranks: Collection[int] = (0,),
+        shown_ranks: Collection[int] = (),
         show_everything: bool = False,
     ) -> None:
         self.groups = dict(groups)
@@ -202,7 +203,7 @@ class Supervisor:
             self._shown = child
         if level == "WARNING":
             say(line)
-        elif child is self._shown and rank in self._shown_ranks:
+        elif child is self._shown and (not self._shown_ranks or rank in self._shown_ranks):
             say(f"{match['time']} {f'rank {rank} ' * (rank > 0)}{text}")
 
     # ---- what ends ----

@@ -174,7 +174,10 @@ def main(arguments: Sequence[str]) -> None:
     if "REPLICA_ID" in os.environ:
         recipe.fault_tolerance.replica_id = int(os.environ["REPLICA_ID"])
     rank_number = int(os.environ.get("RANK", "0"))
-    log_to_stdout(recipe.fault_tolerance.replica_id, rank_number, os.environ.get("LOG_RANK", ""))
+    log_rank = os.environ.get("LOG_RANK", "0")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        log_rank += f",{rank_number}"  # one rank per node tells the launcher there how the run goes
+    log_to_stdout(recipe.fault_tolerance.replica_id, rank_number, log_rank)
     stop_on_signals(recipe.checkpoint.grace)
     files = ReplicaFiles(recipe.job.dump_folder, recipe.fault_tolerance.replica_id)
     lock = lock_when_free(files.folder) if rank_number == 0 else None
@@ -209,7 +212,7 @@ def lock_when_free(folder: Path) -> IO[str]:
 
 def tell(level: int, reason: str) -> None:
     """Say on one line why this rank ends."""
-    line = next(iter(reason.strip().splitlines()), "no reason given")
+    line = next(iter(reason.strip().splitlines()), "no reason given")[:500]
     if logger.handlers:
         logger.log(level, "%s", line)
     else:  # it ends before it knows which group it is

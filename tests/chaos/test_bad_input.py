@@ -166,6 +166,11 @@ class TestRefusedByARank:
         assert all(part in error for part in named), error
         assert files_below(tmp_path / "run") == []
 
+    def test_a_run_of_several_groups_without_a_place_to_meet(self, tmp_path):
+        error = rank_in_vain(tmp_path / "run", "--fault_tolerance.num_replica_groups", "2")
+        assert "TORCHFT_LIGHTHOUSE" in error
+        assert "./run_train.sh" in error
+
     def test_through_the_launcher_it_is_one_line_for_all_groups_and_ranks(self, tmp_path, text):
         folder = tmp_path / "run"
         error = launched_in_vain(folder, *text("a.jsonl", b"[1, 2]\n"))

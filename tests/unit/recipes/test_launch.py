@@ -23,7 +23,6 @@ from recipes.launch import (
     check_port,
     find_gpus,
     group_command,
-    group_environment,
     is_complete,
     make_plan,
     read_place,
@@ -65,11 +64,10 @@ class TestPlace:
     def test_group_zero_is_a_group(self):
         assert read_place(LIGHTHOUSE | {"REPLICA_ID": "0"}, recipe()).only_group == 0
 
-    @pytest.mark.parametrize(("node", "shown"), [("0", (0,)), ("1", (2,))])
-    def test_a_node_of_a_group_runs_its_share_of_the_ranks_and_shows_its_first(self, node, shown):
-        place = read_place(LIGHTHOUSE | TWO_NODES | {"NGPU": "4", "NODE_RANK": node}, recipe(*FOUR_RANKS))
-        assert (place.num_ranks, place.ranks_here, place.num_nodes) == (4, 2, 2)
-        assert place.shown_ranks == shown
+    @pytest.mark.parametrize("node", [0, 1])
+    def test_a_node_of_a_group_runs_its_share_of_the_ranks(self, node):
+        place = read_place(LIGHTHOUSE | TWO_NODES | {"NGPU": "4", "NODE_RANK": str(node)}, recipe(*FOUR_RANKS))
+        assert (place.num_ranks, place.ranks_here, place.num_nodes, place.node_rank) == (4, 2, 2, node)
 
     def test_a_group_on_several_nodes_is_reached_under_its_host_name(self):
         assert read_place({"REPLICA_ID": "0"} | TWO_NODES, ONE_GROUP).local_address is None
@@ -82,6 +80,7 @@ class TestPlace:
 
     def test_the_ranks_to_show(self):
         assert read_place({"LOG_RANK": "0,1"}, recipe()).shown_ranks == (0, 1)
+        assert read_place({}, recipe()).shown_ranks == (), "whichever speaks"
 
     @pytest.mark.parametrize(
         ("environment", "named"),
@@ -178,11 +177,6 @@ class TestCommands:
         plan = make_plan(ONE_GROUP, read_place({}, ONE_GROUP), NOTHING_ELSE)
         assert plan.lighthouse is None
         assert "TORCHFT_LIGHTHOUSE" not in plan.groups[0].environment
-
-    @pytest.mark.parametrize(("log_rank", "told"), [("", "0"), ("1", "0,1"), ("0,1", "0,1")])
-    def test_rank_0_speaks_even_if_nobody_wants_to_see_it(self, log_rank, told):
-        place = read_place({"LOG_RANK": log_rank}, recipe())
-        assert group_environment(place, 0, None, Path("run"), [])["LOG_RANK"] == told
 
     @pytest.mark.parametrize(
         ("gpus", "device", "shares"),
