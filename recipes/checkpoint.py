@@ -13,7 +13,9 @@ import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -65,19 +67,23 @@ class Checkpoints:
         self._shapes = dict(shapes)
         self._group = group
         self._keep_latest_k = keep_latest_k
-        self._writing: Future[Any] | None = None
-        self._finish_writing: tuple[Path, dict[str, Any]] | None = None
+        self._finished = Event()  # cleared while one is being written
+        self._finished.set()
+        self._failure: CheckpointError | None = None
 
     def restorable_rounds(self) -> list[int]:
         """Rounds with a whole checkpoint, oldest first; a broken newest one is skipped and its reason logged.
 
-        Raises CheckpointError if there are checkpoints but none is whole, or if they are of another model.
+        One that was not written to the end never was a checkpoint. Raises CheckpointError if there are checkpoints but
+        none is whole, or if they are of another model.
         """
         rounds, reasons = [], []
         for round_number, folder in self._rounds():
             if (folder / SET_ASIDE).exists():
                 continue
-            if reason := _why_broken(folder):
+            if not (folder / MARKER).exists():
+                logger.warning("skipping the checkpoint %s: it was not written to the end", folder)
+            elif reason := _why_broken(folder):
                 reasons.append(f"{folder}: {reason}")
                 logger.warning("skipping the checkpoint %s", reasons[-1])
             else:
@@ -103,15 +109,14 @@ class Checkpoints:
         dist.barrier(group=self._group)
         state = self._state(outer["tensors"], model, optimizer)
         marker = {"round": round_number, "outer": outer["record"], "shapes": self._shapes}
-        self._finish_writing = (folder, marker)
-        self._writing = dcp.async_save(state, checkpoint_id=folder, process_group=self._group)  # type: ignore[assignment]
+        self._finished.clear()
+        writing: Future[Any] = dcp.async_save(  # type: ignore[assignment]
+            state, checkpoint_id=folder, process_group=self._group
+        )
+        writing.add_done_callback(partial(self._finish, folder, marker))
 
-    def wait(self) -> None:
-        """Wait until the checkpoint under way is whole on disk. Raises CheckpointError if it failed."""
-        if self._writing is None or self._finish_writing is None:
-            return
-        writing, (folder, marker) = self._writing, self._finish_writing
-        self._writing = self._finish_writing = None
+    def _finish(self, folder: Path, marker: dict[str, Any], writing: "Future[Any]") -> None:
+        """In the writing thread: make what it wrote a checkpoint, or keep its failure for the training thread."""
         try:
             writing.result()
             if dist.get_rank(self._group) == 0:
@@ -122,7 +127,20 @@ class Checkpoints:
                 _flush_to_disk(folder)
                 self._prune()
         except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"{folder}: could not be written ({_reason(error)})") from error
+            self._failure = CheckpointError(f"{folder}: could not be written ({_reason(error)})")
+        finally:
+            self._finished.set()
+
+    def raise_if_failed(self) -> None:
+        """Raises CheckpointError if a checkpoint could not be written."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def wait(self) -> None:
+        """Wait until the checkpoint under way is whole on disk. Raises CheckpointError if it failed."""
+        self._finished.wait()
+        self.raise_if_failed()
 
     def load(
         self, round_number: int, outer: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
@@ -205,8 +223,6 @@ def _why_broken(folder: Path) -> str | None:
     """Why a checkpoint cannot be used, or None if it is whole."""
     try:
         marker = json.loads((folder / MARKER).read_text())
-    except FileNotFoundError:
-        return f"{MARKER} is missing: it was not written to the end"
     except (OSError, ValueError) as error:
         return f"{MARKER} cannot be read ({error})"
     for name, size in marker["files"].items():

@@ -72,7 +72,7 @@ class SummaryFiles:
         replicas = self.of_this_launch()
         for group in self.written:
             if group not in replicas and replica_folder(self.folder, group).is_dir():
-                ended = status if status != "completed" else "failed"
+                ended = "completed" if completed.get(group) else "stopped" if status == "stopped" else "failed"
                 replicas[group] = {"status": ended} | summarize_files(ReplicaFiles(self.folder, group))
         told = [each for each in replicas.values() if each["status"] == "completed"] or list(replicas.values())
         best: Mapping[str, Any] = max(told, key=lambda each: each["rounds"], default={})

@@ -59,6 +59,7 @@ def train(group: ReplicaGroup) -> None:
         boundary = outer.step
         report = inner_phase(group, profiler)
         after_meeting(group, report)
+        group.checkpoints.raise_if_failed()
         interval_has_ended = outer.step // recipe.checkpoint.interval > boundary // recipe.checkpoint.interval
         if recipe.checkpoint.enable and (interval_has_ended or outer.finished):
             group.checkpoints.save(outer.round, outer.state_dict(), group.model, group.optimizer)

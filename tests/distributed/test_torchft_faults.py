@@ -70,10 +70,14 @@ def groups() -> Iterator[Groups]:
 
 
 def start_together(
-    groups: Groups, lighthouse: Lighthouse, count: int, faults: Mapping[int, Any] | None = None
+    groups: Groups,
+    lighthouse: Lighthouse,
+    count: int,
+    faults: Mapping[int, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> list[Group]:
     """Toy groups 0, 1, ... after their first meeting."""
-    settings = TOY | {"num_replica_groups": count}
+    settings = TOY | {"num_replica_groups": count} | dict(more or {})
     started = [
         groups.start(replica_id, train_toy, lighthouse.address, settings, (faults or {}).get(replica_id))
         for replica_id in range(count)
@@ -147,6 +151,30 @@ def test_a_peer_killed_in_the_exchange_costs_the_survivor_nothing_and_its_succes
     expected = expected_step(third["state"], fourth["drift"], healed_fourth["drift"])
     torch.testing.assert_close(fourth["state"]["theta"], expected)
     assert_equal_states(fourth, healed_fourth)
+
+
+def test_a_peer_that_stands_still_is_left_out_and_healed_when_it_moves_again(
+    groups: Groups, lighthouse: Lighthouse
+) -> None:
+    """SIGSTOP in the exchange: its sockets are open, so only the time limit of a transfer tells."""
+    quick = {"fleet": {"timeout_seconds": 3.0}}
+    survivor, victim = start_together(groups, lighthouse, 2, {1: stop_in_second_round_s_exchange}, quick)
+    next_round(survivor, victim)
+    survivor.say()
+    victim.say()
+    victim.expect("exchanging")
+    victim.signal(signal.SIGSTOP)
+    second = survivor.expect("meeting")
+    assert second["report"].participants == [0]
+    assert len(second["seen"]) == 12
+    victim.signal(signal.SIGCONT)
+    victim.say()  # it goes on with an exchange that is over
+    third = rounds_until(survivor, victim, "meeting")
+    healed = victim.expect("meeting")
+    assert healed["report"].healed_from == 0
+    assert healed["report"].weights[1] == 0
+    assert_equal_states(third, healed)
+    assert next_round(survivor, victim)[0]["report"].participants == [0, 1]
 
 
 def test_a_group_that_hears_no_answer_at_the_vote_is_healed_at_the_next_meeting(

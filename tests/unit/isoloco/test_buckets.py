@@ -10,7 +10,7 @@ SIZES = st.lists(st.integers(0, 40), max_size=12)
 CAPACITIES = st.integers(1, 60)
 
 
-def elements(sizes, capacity):
+def elements(sizes: list[int], capacity: int) -> list[tuple[int, int]]:
     """(tensor, element) of every element of every bucket, in order."""
     return [
         (piece.index, element)
@@ -22,7 +22,7 @@ def elements(sizes, capacity):
 
 @settings(deadline=None)
 @given(SIZES, CAPACITIES)
-def test_every_element_is_in_exactly_one_bucket_in_order(sizes, capacity):
+def test_every_element_is_in_exactly_one_bucket_in_order(sizes: list[int], capacity: int) -> None:
     expected = [(index, element) for index, size in enumerate(sizes) for element in range(size)]
     assert elements(sizes, capacity) == expected
 
@@ -31,13 +31,13 @@ def test_every_element_is_in_exactly_one_bucket_in_order(sizes, capacity):
     ("sizes", "capacity"),
     [([3, 3, 3], 4), ([10, 2], 4), ([5] * 100, 12)],
 )
-def test_tensors_that_do_not_fit_into_the_rest_of_a_bucket_are_not_left_out(sizes, capacity):
+def test_tensors_that_do_not_fit_into_the_rest_of_a_bucket_are_not_left_out(sizes: list[int], capacity: int) -> None:
     assert len(set(elements(sizes, capacity))) == sum(sizes)
 
 
 @settings(deadline=None)
 @given(SIZES, CAPACITIES)
-def test_buckets_are_full_but_for_the_last_and_their_pieces_lie_end_to_end(sizes, capacity):
+def test_buckets_are_full_but_for_the_last_and_their_pieces_lie_end_to_end(sizes: list[int], capacity: int) -> None:
     buckets = list(cut_into_buckets(sizes, capacity))
     assert all(num_elements(bucket) == capacity for bucket in buckets[:-1])
     for bucket in buckets:
@@ -50,16 +50,16 @@ def test_buckets_are_full_but_for_the_last_and_their_pieces_lie_end_to_end(sizes
         assert num_elements(bucket) == offset
 
 
-def test_a_tensor_larger_than_a_bucket_is_spread_over_several():
+def test_a_tensor_larger_than_a_bucket_is_spread_over_several() -> None:
     buckets = list(cut_into_buckets([10], 4))
     assert [(piece.start, piece.stop) for bucket in buckets for piece in bucket] == [(0, 4), (4, 8), (8, 10)]
 
 
-def test_nothing_to_cut_gives_no_bucket():
+def test_nothing_to_cut_gives_no_bucket() -> None:
     assert list(cut_into_buckets([], 4)) == []
     assert list(cut_into_buckets([0, 0], 4)) == []
 
 
-def test_a_bucket_without_room_is_refused():
+def test_a_bucket_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one element"):
         list(cut_into_buckets([3], 0))

@@ -1,7 +1,6 @@
 """Checkpoints of one group of one rank: what is whole, what is skipped and why, what comes back."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch.distributed as dist
 
 from recipes.checkpoint import CheckpointError, Checkpoints
 from tests.run_ranks import free_port
+from tests.training_run import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +81,6 @@ def test_the_bytes_on_disk_are_those_of_the_boundary_although_training_goes_on(c
     assert all(torch.equal(loaded["tensors"][name], before[name]) for name in before)
 
 
-def test_there_is_no_checkpoint_before_its_marker(checkpoints):
-    store = checkpoints()
-    model, optimizer, outer = make_replica(1)
-    store.save(1, outer, model, optimizer)
-    assert not (folder_of(store, 1) / "checkpoint.json").exists()
-    store.wait()
-    assert store.restorable_rounds() == [1]
-
-
 def truncate(folder):
     file = next(folder.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
@@ -127,13 +118,30 @@ def test_a_broken_newest_checkpoint_is_skipped_with_its_reason(checkpoints, capl
     assert "round-2" in caplog.text
 
 
-@pytest.mark.parametrize(("breakage", "reason"), BREAKAGES.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_a_sole_broken_checkpoint_stops_the_run(checkpoints, breakage, reason):
+def test_one_that_was_never_finished_is_no_checkpoint_that_broke(checkpoints, caplog):
+    """A group that was killed while it wrote its first one is healed by the others; alone, admission sees the loss."""
+    store = checkpoints()
+    save(store, 1)
+    remove_the_marker(folder_of(store, 1))
+    assert store.restorable_rounds() == []
+    assert "was not written to the end" in caplog.text
+
+
+def test_a_checkpoint_is_whole_as_soon_as_it_is_written_whoever_waits(checkpoints):
+    store = checkpoints()
+    model, optimizer, outer = make_replica(1)
+    store.save(1, outer, model, optimizer)
+    wait_until((folder_of(store, 1) / "checkpoint.json").exists, "the writing thread marks it")
+    assert store.restorable_rounds() == [1]
+
+
+@pytest.mark.parametrize("breakage", [each for each in BREAKAGES if each is not remove_the_marker])
+def test_a_sole_broken_checkpoint_stops_the_run(checkpoints, breakage):
     """Case B46: never start from scratch in silence."""
     store = checkpoints()
     save(store, 1)
     breakage(folder_of(store, 1))
-    with pytest.raises(CheckpointError, match=reason) as error:
+    with pytest.raises(CheckpointError, match=BREAKAGES[breakage]) as error:
         store.restorable_rounds()
     assert "--fresh" in str(error.value)
     assert "\n" not in str(error.value)
@@ -183,13 +191,29 @@ def test_fresh_sets_everything_aside(checkpoints):
     assert store.restorable_rounds() == []
 
 
-def test_a_checkpoint_that_cannot_be_written_is_reported(checkpoints):
+class Unwritable:
+    """Makes the writing thread fail halfway, as a full disk does."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("ask", ["wait", "save", "raise_if_failed"])
+def test_a_checkpoint_that_cannot_be_written_is_reported(checkpoints, ask):
     store = checkpoints()
     model, optimizer, outer = make_replica(1)
+    outer["tensors"]["unwritable"] = Unwritable()
     store.save(1, outer, model, optimizer)
-    shutil.rmtree(folder_of(store, 1))
-    with pytest.raises(CheckpointError, match="could not be written"):
-        store.wait()
+    store._finished.wait()
+    arguments = (2, outer, model, optimizer) if ask == "save" else ()
+    with pytest.raises(CheckpointError, match=r"could not be written .*No space left") as error:
+        getattr(store, ask)(*arguments)
+    assert "\n" not in str(error.value)
+    assert store.restorable_rounds() == []
+    store.wait()  # said once
 
 
 def test_the_marker_says_what_the_checkpoint_is(checkpoints):
