@@ -11,11 +11,10 @@ import contextlib
 import http.client
 import json
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -203,11 +202,10 @@ class TorchFTFleet:
     def meet(self, metadata: Sequence[Mapping[str, Any]]) -> Meeting:
         started = time.monotonic()
         failure: Exception | None = None
-        with _telling_who_is_missing(self):
-            try:
-                self._manager.start_quorum(allow_heal=False)
-            except Exception as error:  # torchft raises whatever its RPC layer raises
-                failure = error
+        try:
+            self._start(lambda: self._manager.start_quorum(allow_heal=False)).wait()
+        except Exception as error:  # torchft raises whatever its RPC layer raises
+            failure = error
         if not self.agree(failure is None):
             self._register_again()
             reason = _first_line(failure) if failure else "another rank of this group failed"
@@ -337,7 +335,9 @@ class TorchFTFleet:
         self._manager.shutdown(wait=False)
 
     def _start(self, run: Callable[[], T]) -> Handle[T]:
-        return _UnderWay(self._thread.submit(run))
+        others = [member.replica_id for member in self._members if member.replica_id not in self.local_replica_ids]
+        whom = f"groups {', '.join(map(str, others))}" if others else "other groups"
+        return _UnderWay(self._thread.submit(run), f"{whom} (lighthouse {self.lighthouse})")
 
     def _gather_json(self, value: Any) -> list[Any]:
         """Every member's JSON value, in the order of the process group's ranks."""
@@ -373,11 +373,18 @@ class TorchFTFleet:
 
 @dataclass(frozen=True)
 class _UnderWay(Generic[T]):
-    """A communication that the fleet's own thread carries out; waiting for it can be interrupted by a signal."""
+    """A communication that the fleet's own thread carries out; waiting for it can be interrupted by a signal.
+
+    ``whom``: who else takes part, to be told to a person who waits.
+    """
 
     future: "Future[T]"
+    whom: str
 
     def wait(self) -> T:
+        started = time.monotonic()
+        while not wait([self.future], SECONDS_BETWEEN_WAIT_MESSAGES).done:
+            logger.info("waiting for %s, for %.0f s now", self.whom, time.monotonic() - started)
         return self.future.result()
 
 
@@ -432,32 +439,3 @@ def _status(host: str, port: int, timeout: float) -> int:
         return connection.getresponse().status
     finally:
         connection.close()
-
-
-@contextlib.contextmanager
-def _telling_who_is_missing(fleet: TorchFTFleet) -> Iterator[None]:
-    """While the block runs, say every ten seconds whom this group waits for."""
-    done = threading.Event()
-    started = time.monotonic()
-
-    def tell() -> None:
-        while not done.wait(SECONDS_BETWEEN_WAIT_MESSAGES):
-            others = [m.replica_id for m in fleet._members if m.replica_id not in fleet.local_replica_ids]
-            whom = f"groups {', '.join(map(str, others))}" if others else "other groups"
-            logger.info(
-                "waiting for %s at the lighthouse %s, for %.0f s now",
-                whom,
-                fleet.lighthouse,
-                time.monotonic() - started,
-            )
-
-    if fleet._rank != 0:
-        yield
-        return
-    thread = threading.Thread(target=tell, name="isoloco_wait", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

@@ -130,7 +130,7 @@ def test_a_peer_killed_in_the_exchange_costs_the_survivor_nothing_and_its_succes
     killed_at = time.monotonic()
     victim.kill()
     second = survivor.expect("meeting")
-    assert time.monotonic() - killed_at < 10, "found by its dead socket and heartbeat, not by the 20 s of a transfer"
+    assert time.monotonic() - killed_at < 15, "found by its dead socket and heartbeat, not by the 20 s of a transfer"
     report = second["report"]
     assert (report.participants, report.alive, report.registered) == ([0], 1, 2)
     assert report.retries >= 1
@@ -302,7 +302,7 @@ def test_waiting_for_others_ends_at_once_on_sigterm(groups: Groups, lighthouse: 
     waiting.expect("waiting")
     started = time.monotonic()
     waiting.signal(signal.SIGTERM)
-    assert "start_quorum" in waiting.result()
+    assert "in meet" in waiting.result()
     assert time.monotonic() - started < 3.0
 
 
