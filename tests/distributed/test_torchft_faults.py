@@ -25,6 +25,7 @@ from tests.distributed.training_groups import (
 )
 from tests.distributed.training_groups import drift as drifting_round
 from tests.run_groups import Group, Groups, running_groups
+from tests.training_run import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,14 @@ class Lighthouse:
 
     def restart(self) -> None:
         self.stop()
-        self._server = self._serve(self.port)
+        self._server = wait_until(self._serve_if_free, "the old one lets go of its port", seconds=30)
+
+    def _serve_if_free(self) -> LighthouseServer | None:
+        try:
+            return self._serve(self.port)
+        except RuntimeError as error:
+            assert "Address already in use" in str(error)
+            return None
 
     def stop(self) -> None:
         self._server.shutdown()
