@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 from recipes.command_line import USAGE, Command, free_port, parse_command, read_options
 from recipes.config import Recipe, RecipeError, min_replica_groups, ranks_per_group
 from recipes.model_shape import FLAVORS
-from recipes.recipe_file import hashed_items, help_text, load_recipe, recipe_to_toml
+from recipes.recipe_file import config_diff, hashed_items, help_text, load_recipe, recipe_to_toml
 from recipes.run_files import lock_folder, replica_folder, write_atomically
 from recipes.run_summary import SummaryFiles, command_lines, describe_end
 from recipes.stop import EXIT_BAD_INPUT, EXIT_STOPPED
@@ -81,7 +81,8 @@ def read_place(environment: Mapping[str, str], recipe: Recipe) -> Place:
         if not text:
             return default
         if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
-            raise LaunchError(f"{name}={text} in the environment: must be a whole number, at least {least}")
+            shown = name.replace("ONLY_GROUP", "REPLICA_ID")  # run_train.sh passes it on under another name
+            raise LaunchError(f"{shown}={text} in the environment: must be a whole number, at least {least}")
         return int(text)
 
     lighthouse = environment.get("TORCHFT_LIGHTHOUSE") or None
@@ -244,6 +245,8 @@ def make_plan(recipe: Recipe, place: Place, command: Command) -> Plan:
     for position, group in enumerate(numbers):
         share = gpus[position * place.ranks_here : (position + 1) * place.ranks_here] if on_gpu else []
         environment = group_environment(group, address, folder, share)
+        if place.only_group is None:
+            environment["ALL_GROUPS_HERE"] = "1"  # so no group asks a person to start the others
         log = "log.txt" if place.node_rank == 0 else f"log.{place.node_rank}.txt"
         groups[group] = Child(
             f"group {group}",
@@ -318,6 +321,7 @@ def find_gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def describe_start(plan: Plan, place: Place, recipe: Recipe, commands: Mapping[str, str]) -> str:
+    """What is being started, for a person."""
     dp_shard, tp = ranks_per_group(recipe, place.num_ranks)
     groups = f"group {', '.join(map(str, plan.groups))} of {recipe.fault_tolerance.num_replica_groups}"
     nodes = f", this is node {place.node_rank} of {place.num_nodes}" * (place.num_nodes > 1)
@@ -328,6 +332,12 @@ def describe_start(plan: Plan, place: Place, recipe: Recipe, commands: Mapping[s
             f"model {recipe.model.flavor}, {method}",
             f"{recipe.training.steps} steps, a round every {recipe.outer.sync_steps}; "
             f"files in {recipe.job.dump_folder}/",
+            *[
+                f"group {group} comes in addition to the {planned} groups that the recipe plans, 0 to {planned - 1}"
+                for planned in [recipe.fault_tolerance.num_replica_groups]
+                for group in plan.groups
+                if group >= planned
+            ],
             *command_lines(commands),
         ]
     )
@@ -373,6 +383,10 @@ def main(arguments: Sequence[str]) -> int:
     place = read_place(os.environ, recipe)
     if command.validate:
         print(f"{command.config_file or 'the debug recipe'}: ok\n{describe(recipe, place.num_ranks)}")
+        try:
+            check_files(recipe)
+        except ValueError as error:
+            print(f"  note    it cannot be started on this machine as it is: {error}")
         return 0
     if recipe.job.print_config:
         print(recipe_to_toml(recipe))
@@ -382,6 +396,8 @@ def main(arguments: Sequence[str]) -> int:
         locks.enter_context(lock_folder(folder, shared=place.only_group is not None))
         if place.only_group is not None:
             locks.enter_context(lock_folder(folder, f".lock.{place.only_group}.{place.node_rank}"))
+        if not command.fresh and (changes := changed_keys(folder, recipe)):
+            say(f"the recipe differs from the one that this folder's run was last started with: {changes}")
         if not command.fresh and is_complete(folder, recipe):
             say(f"the run in {folder} is complete; to train on, raise training.steps; to start over, say --fresh")
             return 0
@@ -392,14 +408,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def is_complete(folder: Path, recipe: Recipe) -> bool:
-    """Whether the files in the folder are those of this run, brought to its end."""
+    """Whether the run in the folder has been brought to its end, and the recipe asks for no further steps."""
     summary = SummaryFiles(folder, {}).read()
-    if summary.get("status") != "completed" or summary.get("steps", 0) < recipe.training.steps:
-        return False
+    return summary.get("status") == "completed" and summary.get("steps", 0) >= recipe.training.steps
+
+
+def changed_keys(folder: Path, recipe: Recipe) -> str:
+    """What has changed of the recipe since the run in the folder was started last; empty if nothing that matters."""
     try:
-        return hashed_items(load_recipe(folder / "config.toml")) == hashed_items(recipe)
+        before = load_recipe(folder / "config.toml")
     except RecipeError:
-        return False
+        return ""
+    return config_diff(hashed_items(recipe), hashed_items(before))
 
 
 def launch(recipe: Recipe, place: Place, command: Command, plan: Plan, resume: str) -> int:

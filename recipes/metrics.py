@@ -73,6 +73,7 @@ class Metrics:
         self._phase_seconds = 0.0
         self.productive_seconds = 0.0  # spent in inner phases that a committed round counted
         self.started = time.monotonic()
+        self._training_since = 0.0  # when the first phase began
         self._first_step = step
         self.faults: dict[str, int] = {"heals": 0, "retries": 0, "exclusions": 0, "solo_rounds": 0}
         self._num_solo = 0
@@ -96,6 +97,7 @@ class Metrics:
     def begin_phase(self) -> None:
         """The inner steps of a phase begin."""
         self._phase_started = self._since = time.monotonic()
+        self._training_since = self._training_since or self._phase_started
 
     def inner_step(self, step: int, round_number: int, *, lr: float, values: Mapping[str, Any]) -> None:
         """Count an inner step (from 1), and record it if one is due. ``values``: loss and grad_norm, read only then."""
@@ -222,7 +224,7 @@ class Metrics:
             )
 
     def _time_left(self, step: int) -> str:
-        per_step = (time.monotonic() - self.started) / max(1, step - self._first_step)
+        per_step = (time.monotonic() - self._training_since) / max(1, step - self._first_step)
         left = int(per_step * (self._num_steps - step))
         return f"{left // 3600}h{left % 3600 // 60:02d}m" if left >= 3600 else f"{left // 60}m{left % 60:02d}s"
 

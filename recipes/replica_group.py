@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -213,12 +214,19 @@ def build_outer(
         restorable_rounds=restorable,
         restore=restore,
         lost=same_in_group(not restorable and bool(files.read("rounds.jsonl")), rank.control),
-        waiting_hint=f"start a missing one with: TORCHFT_LIGHTHOUSE={os.environ.get('TORCHFT_LIGHTHOUSE', '')} "
-        "REPLICA_ID=<its number> ./run_train.sh",
+        waiting_hint=waiting_hint(os.environ),
     )
     if restorable:
         restore(restorable[-1])
     return outer
+
+
+def waiting_hint(environment: Mapping[str, str]) -> str:
+    """What a person can do about a missing group: nothing if the launcher of this one starts all of them."""
+    if "ALL_GROUPS_HERE" in environment:
+        return ""
+    lighthouse = environment.get("TORCHFT_LIGHTHOUSE", "")
+    return f"start a missing one with: TORCHFT_LIGHTHOUSE={lighthouse} REPLICA_ID=<its number> ./run_train.sh"
 
 
 def build_fleet(recipe: Recipe, rank: Rank) -> Fleet:

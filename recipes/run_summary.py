@@ -83,7 +83,8 @@ class SummaryFiles:
         faults: dict[str, int] = {"restarts": restarts}
         for replica in replicas.values():
             for kind, count in replica.get("faults", {}).items():
-                faults[kind] = faults.get(kind, 0) + count
+                # A round with one participant is one such round, whoever tells of it.
+                faults[kind] = max(faults.get(kind, 0), count) if kind == "solo_rounds" else faults.get(kind, 0) + count
         return {
             "status": status,
             **{key: best.get(key) for key in _OF_THE_RUN},

@@ -18,6 +18,7 @@ from recipes.command_line import Command, free_port
 from recipes.config import RecipeError
 from recipes.launch import (
     LaunchError,
+    changed_keys,
     check_files,
     check_lighthouse,
     check_port,
@@ -325,21 +326,26 @@ class TestComplete:
     def test_more_steps_make_it_incomplete(self, folder):
         assert not is_complete(folder, recipe("--training.steps", "31"))
 
-    def test_another_recipe_is_another_run(self, folder):
-        assert not is_complete(folder, recipe("--training.steps", "30", "--outer.lr", "1"))
+    def test_another_learning_rate_does_not_make_it_incomplete(self, folder):
+        """Nothing would be trained with it, and the files would tell of a value that no round used."""
+        assert is_complete(folder, recipe("--training.steps", "30", "--outer.lr", "1"))
+
+    def test_what_has_changed_since_the_last_start_is_told(self, folder):
+        changed = recipe("--training.steps", "60", "--outer.lr", "1.0", "--job.description", "other")
+        assert changed_keys(folder, changed) == "outer.lr: 1.0 here, 1.8 there"
+        assert changed_keys(folder, recipe("--training.steps", "60")) == ""
+        (folder / "config.toml").unlink()
+        assert changed_keys(folder, changed) == ""
 
     @pytest.mark.parametrize("status", ["stopped", "failed"])
     def test_a_run_that_ended_otherwise_goes_on(self, folder, status):
         (folder / "summary.json").write_text(json.dumps({"status": status, "steps": 30}))
         assert not is_complete(folder, recipe("--training.steps", "30"))
 
-    @pytest.mark.parametrize("name", ["summary.json", "config.toml"])
     @pytest.mark.parametrize("content", [None, "", "{"])
-    def test_a_missing_or_spoilt_file_proves_nothing(self, folder, name, content):
+    def test_a_missing_or_spoilt_summary_proves_nothing(self, folder, content):
         if content is None:
-            (folder / name).unlink()
+            (folder / "summary.json").unlink()
         else:
-            (folder / name).write_text(content)
-        assert not is_complete(folder, recipe("--training.steps", "30", "--outer.lr", "1"))
-        if name == "summary.json":
-            assert not is_complete(folder, recipe("--training.steps", "30"))
+            (folder / "summary.json").write_text(content)
+        assert not is_complete(folder, recipe("--training.steps", "30"))
