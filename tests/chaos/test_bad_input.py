@@ -16,7 +16,7 @@ from recipes.command_line import free_port
 from recipes.run_processes import processes_with
 from tests.training_run import ONE_RANK, ROOT, SMALL, rows, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ONE_GROUP = ("--fault_tolerance.num_replica_groups", "1", *ONE_RANK)
 

@@ -9,7 +9,7 @@ import pytest
 from tests.training_run import ONE_RANK, SMALL, committed_samples, rows, running, summary, wait_until
 from tools.kill_group import processes_of_group
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def kill_group(folder, group):

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.training_run import ONE_RANK, SMALL, console, rows, running, summary, train, wait_until
 from tools.kill_group import processes_of_group
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = ("--training.steps", "30", "--metrics.log_freq", "1")
 LAYOUTS = {

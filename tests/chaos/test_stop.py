@@ -15,7 +15,7 @@ from recipes.command_line import free_port
 from recipes.run_processes import processes_with
 from tests.training_run import ONE_RANK, SMALL, console, rows, running, summary, train, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 GRACE = 5.0
 LONG = (*SMALL, *ONE_RANK, "--training.steps", "100000", "--checkpoint.grace", str(GRACE))
