@@ -17,7 +17,7 @@ from tests.training_run import ONE_RANK, SMALL, console, rows, running, summary,
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-GRACE = 5.0
+GRACE = 10.0
 LONG = (*SMALL, *ONE_RANK, "--training.steps", "100000", "--checkpoint.grace", str(GRACE))
 
 
@@ -117,7 +117,7 @@ class TestOneGroupPerLauncher:
                 stack.enter_context(running(folder, *flags, environment={**where, "REPLICA_ID": group}))
                 for group in ("0", "1")
             ]
-            assert [launcher.wait(timeout=120) for launcher in launchers] == [0, 0], console(folder)
+            assert [launcher.wait(timeout=240) for launcher in launchers] == [0, 0], console(folder)
             told = summary(folder)
             with running(folder, *flags, environment={**where, "REPLICA_ID": "2"}) as late:
                 assert late.wait(timeout=60) == 0
@@ -139,7 +139,7 @@ class TestOneGroupPerLauncher:
             running(folder, *flags, environment={**environment, "NODE_RANK": "0"}) as first,
             running(folder, *flags, environment={**environment, "NODE_RANK": "1"}) as second,
         ):
-            assert first.wait(timeout=120) == 0, console(folder)
+            assert first.wait(timeout=240) == 0, console(folder)
             assert second.wait(timeout=30) == 0, console(folder)
         assert processes(folder) == []
         assert (summary(folder)["status"], summary(folder)["rounds"]) == ("completed", 2)
@@ -153,7 +153,7 @@ class TestOneGroupPerLauncher:
 def test_a_completed_run_is_not_run_again_and_ranks_are_shown_as_asked(tmp_path):
     folder, flags = tmp_path / "run", (*SMALL, "--training.steps", "5", "--fault_tolerance.num_replica_groups", "1")
     with running(folder, *flags, environment={"LOG_RANK": "1"}) as launcher:
-        assert launcher.wait(timeout=120) == 0, console(folder)
+        assert launcher.wait(timeout=240) == 0, console(folder)
     first = console(folder)
     assert " rank 1 round 1 committed" in first
     assert "loss" not in first.partition("run completed")[0], "what rank 0 says is not shown"

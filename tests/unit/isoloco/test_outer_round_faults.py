@@ -563,6 +563,25 @@ class TestResume:
         side_by_side(*(site.train for site in sites))
         assert_one_history(sites)
 
+    def test_a_round_that_was_given_up_is_never_restored(self) -> None:
+        """Its checkpoint is set aside. The group that could not restore it dies, and comes back with none at all."""
+        saved = self.run_and_save()
+        del saved[1][3]
+        network = Network()
+        sites = [self.resumed(network, replica_id, saved[replica_id]) for replica_id in (0, 1)]
+        sites[1].fleet.fault = Nth("meet", "crash", 2)
+
+        def crash_and_come_back() -> None:
+            with pytest.raises(CrashError):
+                sites[1].start()
+            sites[1] = self.resumed(network, 1, {})
+            sites[1].start()
+
+        side_by_side(sites[0].start, crash_and_come_back)
+        assert sites[0].restored == [3, 2]  # type: ignore[attr-defined]
+        assert sites[1].reports[0].healed_from == 0
+        assert_one_history(sites)
+
     def test_resumed_equals_never_stopped(self) -> None:
         saved = self.run_and_save(num_rounds=6)
         whole = {replica_id: saved[replica_id][6] for replica_id in (0, 1)}
