@@ -32,11 +32,16 @@ def start(program, **options):
     )
 
 
-def is_alive(process):
+def state(process):
+    """Of the process's main thread: R it runs, S it waits, Z it is dead; empty if there is no such process."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
+
+
+def is_alive(process):
+    return state(process) not in ("", "Z", "X")
 
 
 def gone_within(process, seconds):
@@ -71,6 +76,8 @@ except Stopped as stopped:
     def test_a_thread_stuck_in_a_collective_ends_within_the_grace(self):
         with start("stop_on_signals(1.0)\n" + STUCK) as process:
             assert process.stdout.readline() == "up\n"
+            while state(process.pid) != "S":  # on its way to the lock
+                time.sleep(0.02)
             asked = time.monotonic()
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=30) == EXIT_STOPPED
