@@ -43,6 +43,7 @@ logger = logging.getLogger("isoloco")
 T = TypeVar("T")
 
 SECONDS_BETWEEN_WAIT_MESSAGES = 10.0
+_SLICE_SECONDS = 0.2
 _MANAGER_CONNECT_SECONDS = 30.0
 
 
@@ -382,9 +383,12 @@ class _UnderWay(Generic[T]):
     whom: str
 
     def wait(self) -> T:
-        started = time.monotonic()
-        while not wait([self.future], SECONDS_BETWEEN_WAIT_MESSAGES).done:
-            logger.info("waiting for %s, for %.0f s now", self.whom, time.monotonic() - started)
+        started = told = time.monotonic()
+        # In slices, because a signal that comes just before a wait is seen only when the wait ends.
+        while not wait([self.future], _SLICE_SECONDS).done:
+            if time.monotonic() - told >= SECONDS_BETWEEN_WAIT_MESSAGES:
+                told = time.monotonic()
+                logger.info("waiting for %s, for %.0f s now", self.whom, told - started)
         return self.future.result()
 
 
