@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from recipes.stop import EXIT_STOPPED
@@ -22,14 +23,16 @@ libc.pthread_mutex_lock(mutex)
 WAIT = "print('up', flush=True); time.sleep(60)"
 
 
+@contextmanager
 def start(program, **options):
-    return subprocess.Popen(
-        [sys.executable, "-c", "import time, os, signal, sys; from recipes.stop import *\n" + program],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+    """A process that runs a program; gone when the block has ended."""
+    command = [sys.executable, "-c", "import time, os, signal, sys; from recipes.stop import *\n" + program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **options) as process:
+        try:
+            yield process
+            process.wait(timeout=30)
+        finally:
+            process.kill()
 
 
 def state(process):
@@ -91,11 +94,20 @@ except Stopped as stopped:
             assert process.wait(timeout=30) == EXIT_STOPPED
 
     def test_other_signals_start_no_countdown(self):
-        program = "signal.signal(signal.SIGUSR1, lambda *_: print('usr1', flush=True))\nstop_on_signals(0.2)\n"
-        with start(program + "print('up', flush=True)\nsignal.pause()\ntime.sleep(0.6)\nprint('alive')") as process:
+        program = """
+heard = []
+signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+stop_on_signals(0.2)
+print("up", flush=True)
+while not heard:
+    time.sleep(0.01)
+time.sleep(0.6)
+print("alive")
+"""
+        with start(program) as process:
             assert process.stdout.readline() == "up\n"
             process.send_signal(signal.SIGUSR1)
-            assert process.stdout.read() == "usr1\nalive\n"
+            assert process.stdout.read() == "alive\n"
 
 
 class TestWithParent:
