@@ -143,6 +143,9 @@ class Metrics:
         self.faults["heals"] += report.healed_from is not None
         self.faults["exclusions"] += len(report.reset_inner)
         if report.missed:
+            first, own = report.missed[0]["round"], self._files.read("rounds.jsonl")
+            if any(row["round"] >= first for row in own):  # a history that the others do not share
+                self._files.go_back_to(first - 1, max((row["step"] for row in own if row["round"] < first), default=0))
             self._files.append("rounds.jsonl", [_missed_row(record, report) for record in report.missed])
             self._files.append("ledger.jsonl", [row for record in report.missed for row in record["ledger"]])
         if report.healed_from is not None:
