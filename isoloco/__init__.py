@@ -5,10 +5,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+from isoloco.aggregate import Aggregation, aggregate
 from isoloco.digest import digest
 from isoloco.fleet import Fleet, FleetError, SoloFleet, VirtualFleet
 from isoloco.isotropic import isotropic
 from isoloco.ledger import Ledger
+from isoloco.muon import Muon
 from isoloco.newton_schulz import newton_schulz
 from isoloco.outer_optimizer import OuterOptimizer
 from isoloco.outer_round import OuterRound, OuterRule, RoundReport
@@ -17,9 +19,11 @@ if TYPE_CHECKING:
     from isoloco.torchft_fleet import TorchFTFleet
 
 __all__ = [
+    "Aggregation",
     "Fleet",
     "FleetError",
     "Ledger",
+    "Muon",
     "OuterOptimizer",
     "OuterRound",
     "OuterRule",
@@ -27,6 +31,7 @@ __all__ = [
     "SoloFleet",
     "TorchFTFleet",
     "VirtualFleet",
+    "aggregate",
     "digest",
     "isotropic",
     "newton_schulz",

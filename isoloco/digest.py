@@ -6,8 +6,10 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor
+
+from isoloco.local_part import is_first_copy
+from isoloco.shard_coordinates import shard_coordinates
 
 # Elements mixed at a time: on the host so many that their 64-bit words stay in a core's cache, elsewhere so many that
 # the device is busy.
@@ -72,24 +74,6 @@ def _partial_sum(name: str, local: Tensor, coordinates: list[Tensor], shape: tor
     return int(total.item()) % _WORD
 
 
-def _sharded_coordinates(tensor: DTensor) -> list[Tensor]:
-    """For each dim of ``tensor``, which of its global coordinates this rank's shard holds."""
-    coordinates = []
-    for dim, size in enumerate(tensor.shape):
-        # The same placements on the coordinates of one dim alone: whatever cuts the tensor cuts them alike.
-        placements: list[Placement] = []
-        for placement in tensor.placements:
-            if isinstance(placement, _StridedShard) and placement.dim == dim:
-                placements.append(_StridedShard(0, split_factor=placement.split_factor))
-            elif placement.is_shard(dim):
-                placements.append(Shard(0))
-            else:
-                placements.append(Replicate())
-        everywhere = torch.arange(size, device=tensor.device_mesh.device_type)
-        coordinates.append(distribute_tensor(everywhere, tensor.device_mesh, placements, src_data_rank=None).to_local())
-    return coordinates
-
-
 def counted_here(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
     """Whether this rank counts its part of a tensor in a sum over ``group`` in which every element counts once.
 
@@ -100,14 +84,10 @@ def counted_here(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
     """
     if not isinstance(tensor, DTensor):
         return group is None or dist.get_rank(group) == 0
-    position = tensor.device_mesh.get_coordinate()
-    if position is None or dist.get_process_group_ranks(group)[0] not in tensor.device_mesh.mesh:
+    mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None or dist.get_process_group_ranks(group)[0] not in mesh.mesh:
         return False
-    return all(
-        coordinate == 0
-        for coordinate, placement in zip(position, tensor.placements, strict=True)
-        if placement.is_replicate()
-    )
+    return is_first_copy(tensor)
 
 
 @torch.no_grad()
@@ -138,7 +118,7 @@ def digest(named_tensors: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup
         if any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{name!r} is placed as {tensor.placements}: reduce it before taking its digest")
         if counted_here(tensor, group):
-            coordinates = _sharded_coordinates(tensor)
+            coordinates = shard_coordinates(tensor.shape, tensor.device_mesh, tensor.placements)
             device = coordinates[0].device if coordinates else tensor.to_local().device
             sharded_sum += _partial_sum(name, tensor.to_local(), coordinates, tensor.shape, device)
 

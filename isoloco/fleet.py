@@ -7,7 +7,7 @@ A round is written once, against this protocol; so what a simulation runs is wha
 Every verb takes and returns one entry per local replica, in the order of ``local_replica_ids``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -94,17 +94,22 @@ class Fleet(Protocol):
     def meet(self, metadata: Sequence[Mapping[str, Any]]) -> Meeting:
         """Publish one JSON-ready mapping per local replica, wait for the others, and see who is here.
 
-        The members of a meeting are the ones that ``sum``, ``gather``, ``transfer`` and ``vote`` work with until the
-        next meeting. Raises FleetError if no meeting came about.
+        The members of a meeting are the ones that ``to_owners``, ``from_owners``, ``transfer`` and ``vote`` work with
+        until the next meeting. Raises FleetError if no meeting came about.
         """
         ...
 
-    def sum(self, tensors: Sequence[Tensor]) -> Handle[list[Tensor]]:
-        """Sum over all members, added in replica order in the tensors' dtype: the same bits everywhere."""
+    def to_owners(self, rows: Sequence[Tensor], sizes: Sequence[int]) -> Handle[list[list[Tensor]]]:
+        """Bring every member's numbers to their owners.
+
+        ``rows``: per local replica a row (sum(sizes),), of which the first ``sizes[0]`` elements are for the first
+        member, the next ``sizes[1]`` for the second, and so on. Returns per local replica what all members, in replica
+        order, have sent to it: tensors (sizes[own position],), to be read only.
+        """
         ...
 
-    def gather(self, tensors: Sequence[Tensor]) -> Handle[list[list[Tensor]]]:
-        """Every member's tensor (equal shapes), in replica order, for each local replica."""
+    def from_owners(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Handle[list[Tensor]]:
+        """The way back: from every member's own part (sizes[own position],) to the whole row (sum(sizes),), for all."""
         ...
 
     def transfer(self, transfers: Sequence[Transfer | None]) -> Handle[None]:
@@ -149,12 +154,11 @@ class VirtualFleet:
         members = tuple(Member(*pair) for pair in zip(self.local_replica_ids, metadata, strict=True))
         return Meeting(members, local=tuple(range(len(members))))
 
-    def sum(self, tensors: Sequence[Tensor]) -> Handle[list[Tensor]]:
-        total = sum_in_order(tensors)
-        return Done([total] * len(tensors))
+    def to_owners(self, rows: Sequence[Tensor], sizes: Sequence[int]) -> Handle[list[list[Tensor]]]:
+        return Done([list(parts) for parts in zip(*(row.split(list(sizes)) for row in rows), strict=True)])
 
-    def gather(self, tensors: Sequence[Tensor]) -> Handle[list[list[Tensor]]]:
-        return Done([list(tensors)] * len(tensors))
+    def from_owners(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Handle[list[Tensor]]:
+        return Done([torch.cat(list(parts))] * len(parts))
 
     def transfer(self, transfers: Sequence[Transfer | None]) -> Handle[None]:
         by_replica = dict(zip(self.local_replica_ids, transfers, strict=True))
@@ -189,6 +193,21 @@ def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors[1:]:
         total.add_(tensor)
     return total
+
+
+def together(fleet: Fleet, talk: Callable[[], T]) -> T:
+    """Run something that talks to the other replicas; if it fails on one rank of this group, it fails on all of them.
+
+    So that no rank goes on to talk to a rank of its own group that has given up. Raises FleetError.
+    """
+    failure: FleetError | None = None
+    try:
+        result = talk()
+    except FleetError as error:
+        failure = error
+    if not fleet.agree(failure is None) or failure is not None:
+        raise failure or FleetError("another rank of this group could not talk to the other groups")
+    return result
 
 
 def agree_in_group(ok: bool, group: dist.ProcessGroup | None) -> bool:

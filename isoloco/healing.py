@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isoloco.buckets import cut_into_buckets, num_elements
+from isoloco.buckets import cut_into_buckets, num_elements, whole_spans
 from isoloco.fleet import Fleet, Transfer
 
 
@@ -37,8 +37,8 @@ def give(fleet: Fleet, joiner: int, record: Mapping[str, Any], tensors: Sequence
     fleet.transfer([Transfer(joiner, send=torch.tensor([len(data)], device=fleet.device))]).wait()
     fleet.transfer([Transfer(joiner, send=data)]).wait()
     flats = [tensor.reshape(-1) for tensor in tensors]
-    for bucket in cut_into_buckets([len(flat) for flat in flats], bucket_size):
-        buffer = torch.cat([flats[piece.index][piece.start : piece.stop] for piece in bucket]).to(fleet.device)
+    for bucket in cut_into_buckets(whole_spans([len(flat) for flat in flats]), bucket_size):
+        buffer = torch.cat([flats[span.index][span.start : span.stop] for span in bucket]).to(fleet.device)
         fleet.transfer([Transfer(joiner, send=buffer)]).wait()
 
 
@@ -49,10 +49,9 @@ def receive(fleet: Fleet, donor: int, like: Sequence[Tensor], bucket_size: int) 
     data = torch.empty(int(length.item()), dtype=torch.uint8, device=fleet.device)
     fleet.transfer([Transfer(donor, receive=data)]).wait()
     tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in like]
-    for bucket in cut_into_buckets([tensor.numel() for tensor in tensors], bucket_size):
+    for bucket in cut_into_buckets(whole_spans([tensor.numel() for tensor in tensors]), bucket_size):
         buffer = torch.empty(num_elements(bucket), dtype=torch.float32, device=fleet.device)
         fleet.transfer([Transfer(donor, receive=buffer)]).wait()
-        for piece in bucket:
-            part = buffer[piece.offset : piece.offset + piece.stop - piece.start]
-            tensors[piece.index].view(-1)[piece.start : piece.stop].copy_(part)
+        for span, part in zip(bucket, buffer.split([span.size for span in bucket]), strict=True):
+            tensors[span.index].view(-1)[span.start : span.stop].copy_(part)
     return Healing(donor, json.loads(bytes(data.tolist())), tensors)

@@ -1,8 +1,9 @@
 """The outer round: how replicas that trained alone for H steps become one model again.
 
 A round, in order: every group shows who it is and what it has (admission.py); groups that are behind receive the
-run's state (healing.py); the pseudo-gradients are averaged on copies over those who count; each averaged matrix is
-corrected; all vote; and only after the vote does anything change: outer step, ledger, the replicas' parameters.
+run's state (healing.py); copies of the pseudo-gradients go to the groups that own the tensors, which average and
+correct them and send the result to all (pseudo_gradients.py, exchange.py); all vote; and only after the vote does
+anything change: outer step, ledger, the replicas' parameters.
 A round that fails at any point before the vote is repeated with the same pseudo-gradients and whoever is left.
 """
 
@@ -16,7 +17,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from isoloco import healing
 from isoloco.admission import (
@@ -28,20 +28,17 @@ from isoloco.admission import (
     sort_out,
     strangers,
 )
-from isoloco.buckets import Piece, cut_into_buckets, num_elements
-from isoloco.digest import counted_here, digest
-from isoloco.fleet import Fleet, FleetError, same_in_group
+from isoloco.aggregate import MEAN, Aggregation
+from isoloco.digest import digest
+from isoloco.fleet import Fleet, FleetError, same_in_group, together
 from isoloco.ledger import Ledger
-from isoloco.outer_optimizer import OuterOptimizer
-from isoloco.spectrum import stable_rank
+from isoloco.local_part import local_part, with_local_part
+from isoloco.outer_optimizer import NonFiniteError, OuterOptimizer
+from isoloco.pseudo_gradients import PseudoGradients
 
 logger = logging.getLogger("isoloco")
 
 PAUSE_SECONDS = 0.5  # between questions to the lighthouse while others are missing
-
-
-class NonFiniteError(ValueError):
-    """No replica has a finite pseudo-gradient: the run has diverged."""
 
 
 @dataclass
@@ -100,7 +97,7 @@ class _Staged:
 
     healed: healing.Healing | None = None
     cosines: dict[int, float] = field(default_factory=dict)
-    spectra: list[tuple[float, float]] = field(default_factory=list)  # (before, after) correction, of every matrix
+    stable_ranks: list[tuple[float, float]] = field(default_factory=list)  # (before, after) correction, of every matrix
 
 
 class OuterRule(Protocol):
@@ -138,7 +135,8 @@ class OuterRound:
         weights: ``"uniform"``, or ``"tokens"`` (tokens since the last agreed θ).
         num_replica_groups, min_replica_size: groups of the run, and how many must be alive to commit.
         group: the process group of the local replicas' ranks (None: this process alone).
-        bucket_bytes: size of the buffers that travel.
+        aggregation: how the pseudo-gradients of the groups become one: their mean, or a merging rule.
+        bucket_bytes: memory that a round may take for what travels.
         start_wait_seconds: how long a start from checkpoints waits for missing groups.
         max_retries: failed attempts at one round before giving up.
         restorable_rounds, restore: the checkpoints that exist, and how to load one: called with a round number, it
@@ -162,6 +160,7 @@ class OuterRound:
         num_replica_groups: int = 1,
         min_replica_size: int = 1,
         group: dist.ProcessGroup | None = None,
+        aggregation: Aggregation = MEAN,
         bucket_bytes: int = 256 * 2**20,
         start_wait_seconds: float = 60.0,
         max_retries: int = 20,
@@ -196,6 +195,15 @@ class OuterRound:
         self._min_replica_size = min_replica_size
         self._group = group
         self._bucket_size = max(1, bucket_bytes // 4)
+        self._pseudo_gradients = PseudoGradients(
+            fleet,
+            self.reference,
+            self.replicas,
+            self.optimizer,
+            aggregation,
+            group=group,
+            bucket_bytes=bucket_bytes,
+        )
         self._start_wait_seconds = start_wait_seconds
         self._max_retries = max_retries
         self._restorable_rounds = list(restorable_rounds)
@@ -269,7 +277,7 @@ class OuterRound:
     def _attempt(self, retries: int) -> RoundReport | str:
         """One try at the round. Returns its report, or why it has to wait. Raises FleetError to have another try."""
         sent, received = self.fleet.num_bytes_sent, self.fleet.num_bytes_received
-        norms = self._pseudo_gradient_norms()
+        norms = self._pseudo_gradients.norms() if self._steps_done > 0 else [0.0] * len(self.replicas)
         meeting = self.fleet.meet([asdict(publication) for publication in self._publish(norms)])
         members = [Publication(**member.metadata) for member in meeting.members]
         self._refuse_strangers(members, meeting.local)
@@ -293,7 +301,7 @@ class OuterRound:
         staged: _Staged | None = None
         failure: FleetError | None = None
         try:
-            staged = self._stage(members, healing.donors(current, behind), weights, norms, seconds)
+            staged = self._stage(members, meeting.local, healing.donors(current, behind), weights, norms, seconds)
         except FleetError as error:
             failure = error
         if not self.fleet.vote(staged is not None) or staged is None:
@@ -324,7 +332,7 @@ class OuterRound:
             tokens=sum(m.num_tokens for m in counted),
             pseudo_gradient_norm=dict(zip(self.fleet.local_replica_ids, norms, strict=True)),
             cosine=staged.cosines,
-            stable_rank=_medians(staged.spectra),
+            stable_rank=_medians(staged.stable_ranks),
             ledger=rows,
             missed=missed,
             reset_inner=[members[position].replica_id for position in meeting.local if members[position].rejected],
@@ -339,6 +347,7 @@ class OuterRound:
     def _stage(
         self,
         members: Sequence[Publication],
+        local: Sequence[int],
         donor_of: Mapping[int, int],
         weights: Mapping[int, float],
         norms: Sequence[float],
@@ -349,26 +358,25 @@ class OuterRound:
         Raises FleetError on all ranks of this group if it fails on one.
         """
         staged = _Staged()
-        failure: FleetError | None = None
-        try:
-            with _timed(seconds, "heal"):
-                staged.healed = self._heal(donor_of)
-            if any(weights.values()):
-                with _timed(seconds, "exchange"):
-                    self._average_pseudo_gradients(weights)
-        except FleetError as error:
-            failure = error
-        if not self.fleet.agree(failure is None):
-            raise failure or FleetError("another rank of this group could not finish the exchange")
-        if staged.healed is not None:
+        with _timed(seconds, "heal"):
+            staged.healed = together(self.fleet, lambda: self._heal(donor_of))
+        if any(weights.values()):
+            replica_ids = [m.replica_id for m in members]
+            try:
+                staged.stable_ranks = self._pseudo_gradients.combine(
+                    replica_ids,
+                    [weights[replica_id] for replica_id in replica_ids],
+                    local,
+                    round_number=self.round + 1,
+                    seconds=seconds,
+                )
+                cosines = self._pseudo_gradients.cosines(norms)
+            except NonFiniteError as error:
+                raise NonFiniteError(f"round {self.round + 1}: {error}") from error
+            staged.cosines = dict(zip(self.fleet.local_replica_ids, cosines, strict=True))
+        if staged.healed is not None:  # only now: who leaves the exchange early breaks it for the others
             donor = staged.healed.donor
             self._check_received(staged.healed, next(m.digest for m in members if m.replica_id == donor))
-        if any(weights.values()):
-            staged.cosines = self._cosines(norms)
-            with _timed(seconds, "orthogonalize"):
-                self.optimizer.correct_gradients(
-                    lambda name, before, after: staged.spectra.append((stable_rank(before), stable_rank(after)))
-                )
         return staged
 
     # ---- its parts, in the order of the round ----
@@ -378,18 +386,6 @@ class OuterRound:
         self._may_count = may_count  # only steps from an agreed θ make a contribution
         self._num_tokens = [0] * num_replicas
         self._loss_sums: list[float | Tensor] = [0.0] * num_replicas
-
-    def _pseudo_gradient_norms(self) -> list[float]:
-        """‖θ − θ_i‖ of every local replica over its whole group; 0 where no inner step was made."""
-        if self._steps_done == 0:
-            return [0.0] * len(self.replicas)
-        squares = torch.zeros(len(self.replicas), dtype=torch.float64)
-        for index, replica in enumerate(self.replicas):
-            for name, theta in self.reference.items():
-                if counted_here(theta, self._group):
-                    delta = _local(theta) - _local(replica[name]).detach().to(_local(theta))
-                    squares[index] += delta.double().square().sum()
-        return self._summed_over_group(squares).sqrt().tolist()
 
     def _publish(self, norms: Sequence[float]) -> list[Publication]:
         own_digest = self.digest()
@@ -452,7 +448,7 @@ class OuterRound:
         if not donor_of:
             return None
         (replica_id,) = self.fleet.local_replica_ids  # replicas that share one process share one state
-        tensors = [_local(tensor) for tensor in self._named_state().values()]
+        tensors = [local_part(tensor) for tensor in self._named_state().values()]
         for joiner, donor in donor_of.items():
             if donor == replica_id:
                 logger.info("group %d: giving round %d to group %d", donor, self.round, joiner)
@@ -466,66 +462,15 @@ class OuterRound:
     def _check_received(self, healed: healing.Healing, expected: str) -> None:
         """Whether the received state is the donor's, before any of it is used. Raises FleetError."""
         state = self._named_state()
-        named = [(name, _like(state[name], local)) for name, local in zip(state, healed.tensors, strict=True)]
+        named = [(name, with_local_part(state[name], local)) for name, local in zip(state, healed.tensors, strict=True)]
         received = digest(named, self._group)
         if received != expected:
             raise FleetError(f"the state received from group {healed.donor} has digest {received}, not {expected}")
 
-    def _average_pseudo_gradients(self, weights: Mapping[int, float]) -> None:
-        """Put Σ wᵢ Δᵢ / Σ wᵢ into ``θ.grad``, Δᵢ = θ − θᵢ in fp32. Raises FleetError."""
-        total = sum(weights.values())
-        own_weights = [weights[replica] for replica in self.fleet.local_replica_ids]
-        thetas = [_local(theta).view(-1) for theta in self.reference.values()]
-        means = [torch.empty_like(theta) for theta in thetas]
-        for bucket in cut_into_buckets([theta.numel() for theta in thetas], self._bucket_size):
-            buffers = [
-                self._weighted_deltas(bucket, thetas, replica, weight).to(self.fleet.device)
-                for replica, weight in zip(self.replicas, own_weights, strict=True)
-            ]
-            mean = self.fleet.sum(buffers).wait()[0].to(means[0].device).div_(total)
-            for piece in bucket:
-                part = mean[piece.offset : piece.offset + piece.stop - piece.start]
-                means[piece.index][piece.start : piece.stop].copy_(part)
-        for theta, mean in zip(self.reference.values(), means, strict=True):
-            theta.grad = _like(theta, mean.view(_local(theta).shape))
-
-    def _weighted_deltas(
-        self, bucket: Sequence[Piece], thetas: Sequence[Tensor], replica: Mapping[str, Tensor], weight: float
-    ) -> Tensor:
-        """wᵢ Δᵢ of one bucket (elements,), fp32; zeros, never 0·Δᵢ, for who does not count."""
-        buffer = torch.zeros(num_elements(bucket), dtype=torch.float32, device=thetas[0].device)
-        if weight == 0:
-            return buffer
-        for piece in bucket:
-            part = buffer[piece.offset : piece.offset + piece.stop - piece.start]
-            trained = _local(replica[self.names[piece.index]]).detach().reshape(-1)[piece.start : piece.stop]
-            torch.sub(thetas[piece.index][piece.start : piece.stop], trained.to(part), out=part)
-        return buffer.mul_(weight)
-
-    def _cosines(self, norms: Sequence[float]) -> dict[int, float]:
-        """cos(Δᵢ, Δ̄) of every local replica. Raises NonFiniteError if Δ̄ is not finite."""
-        sums = torch.zeros(1 + len(self.replicas), dtype=torch.float64)
-        for name, theta in self.reference.items():
-            if not counted_here(theta, self._group):
-                continue
-            assert theta.grad is not None
-            mean = _local(theta.grad).double()
-            sums[0] += mean.square().sum()
-            for index, replica in enumerate(self.replicas):
-                delta = _local(theta) - _local(replica[name]).detach().to(_local(theta))
-                sums[1 + index] += (delta.double() * mean).sum()
-        square, *products = self._summed_over_group(sums).tolist()
-        if not math.isfinite(square):
-            raise NonFiniteError(f"round {self.round + 1}: the averaged pseudo-gradient is non-finite")
-        return {
-            replica_id: product / (norm * math.sqrt(square)) if norm * square > 0 else 0.0
-            for replica_id, product, norm in zip(self.fleet.local_replica_ids, products, norms, strict=True)
-        }
-
     def _adopt(self, healed: healing.Healing) -> list[dict[str, Any]]:
         """Take over a received state; return the records of the rounds that were missed."""
         for tensor, received in zip(self._named_state().values(), healed.tensors, strict=True):
-            _local(tensor).copy_(received)
+            local_part(tensor).copy_(received)
         self._load_record(healed.record)
         known = {record["round"]: record["digest"] for record in self.history}
         self.history = list(healed.record["history"])
@@ -543,7 +488,7 @@ class OuterRound:
     def _copy_reference_to_replicas(self) -> None:
         for replica in self.replicas:
             for name, theta in self.reference.items():
-                _local(replica[name]).copy_(_local(theta))
+                local_part(replica[name]).copy_(local_part(theta))
 
     # ---- state ----
 
@@ -575,31 +520,12 @@ class OuterRound:
         self.committed_tokens = record["committed_tokens"]
         self.ledger.load_state_dict(record["ledger"])
 
-    def _summed_over_group(self, values: Tensor) -> Tensor:
-        if self._group is not None:
-            dist.all_reduce(values, group=self._group)
-        return values
-
 
 def host_copy(parameter: Tensor) -> Tensor:
     """An fp32 copy of a parameter on the host, sharded like it: what stays of θ between rounds, off the device."""
-    local = _local(parameter).detach()
+    local = local_part(parameter).detach()
     copy = torch.empty(local.shape, dtype=torch.float32, device="cpu", pin_memory=local.device.type == "cuda")
-    return _like(parameter, copy.copy_(local))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lives on this rank."""
-    tensor = tensor.detach()
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _like(tensor: Tensor, local: Tensor) -> Tensor:
-    """``local`` as a shard of a tensor that is sharded like ``tensor``; it may live on the host."""
-    if not isinstance(tensor, DTensor):
-        return local
-    # DTensor.from_local would move the shard to the mesh's device; θ stays on the host.
-    return DTensor(local, tensor._spec, requires_grad=False)
+    return with_local_part(parameter, copy.copy_(local))
 
 
 def _new_run_id(members: Sequence[Publication]) -> str:

@@ -35,7 +35,6 @@ from isoloco.fleet import (
     Transfer,
     agree_in_group,
     same_in_group,
-    sum_in_order,
 )
 
 logger = logging.getLogger("isoloco")
@@ -248,41 +247,40 @@ class TorchFTFleet:
             quorum_seconds=time.monotonic() - started - (waited - agreeing),
         )
 
-    def sum(self, tensors: Sequence[Tensor]) -> Handle[list[Tensor]]:
-        (tensor,) = tensors
-        return self._start(lambda: [self._ordered_sum(tensor)])
-
-    def _ordered_sum(self, tensor: Tensor) -> Tensor:
-        """Every member adds up its own slice in replica order, then hands it to all: a ring all-reduce's bytes."""
-        num_members = len(self._order)
-        if num_members == 1:
-            return tensor.clone()
-        flat = tensor.reshape(-1)
-        sizes = [len(part) for part in torch.tensor_split(torch.empty(flat.numel(), device="meta"), num_members)]
-        with self._talking():
-            mine = sizes[self._own_rank]
-            parts = flat.new_empty(num_members * mine)
-            self._pg.alltoall_base(parts, flat, [mine] * num_members, sizes, AllToAllOptions()).wait()
-            received = parts.view(num_members, mine)
-            slice_sum = sum_in_order([received[rank] for rank in self._order])
-            # All-gather wants equal sizes: pad the slices, which differ by one element at most.
-            padded = flat.new_zeros(max(sizes))
-            padded[:mine] = slice_sum
-            slices = [torch.empty_like(padded) for _ in sizes]
-            self._pg.allgather([slices], [padded], AllgatherOptions()).wait()
-        gathered = (num_members - 1) * padded.nbytes
-        self.num_bytes_sent += flat.nbytes - mine * flat.element_size() + gathered
-        self.num_bytes_received += (num_members - 1) * mine * flat.element_size() + gathered
-        return torch.cat([part[:size] for part, size in zip(slices, sizes, strict=True)]).view(tensor.shape)
-
-    def gather(self, tensors: Sequence[Tensor]) -> Handle[list[list[Tensor]]]:
-        (tensor,) = tensors
+    def to_owners(self, rows: Sequence[Tensor], sizes: Sequence[int]) -> Handle[list[list[Tensor]]]:
+        (row,) = rows
 
         def run() -> list[list[Tensor]]:
-            everyone = self._all_gather(tensor)
-            return [[everyone[rank] for rank in self._order]]
+            parts = row.split(list(sizes))
+            mine = [parts[self._order.index(self._own_rank)].numel()] * len(self._order)
+            received = self._all_to_all([parts[self._order.index(rank)] for rank in range(len(parts))], mine)
+            return [[received[rank] for rank in self._order]]
 
         return self._start(run)
+
+    def from_owners(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Handle[list[Tensor]]:
+        (part,) = parts
+
+        def run() -> list[Tensor]:
+            by_rank = [sizes[self._order.index(rank)] for rank in range(len(self._order))]
+            received = self._all_to_all([part] * len(by_rank), by_rank)
+            return [torch.cat([received[rank] for rank in self._order])]
+
+        return self._start(run)
+
+    def _all_to_all(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send ``outgoing[rank]`` to every rank across groups, receive ``sizes[rank]`` elements from each."""
+        if len(outgoing) == 1:
+            return list(outgoing)
+        received = outgoing[0].new_empty(sum(sizes))
+        with self._talking():
+            self._pg.alltoall_base(
+                received, torch.cat(list(outgoing)), list(sizes), [len(each) for each in outgoing], AllToAllOptions()
+            ).wait()
+        own = self._own_rank
+        self.num_bytes_sent += sum(each.nbytes for rank, each in enumerate(outgoing) if rank != own)
+        self.num_bytes_received += received.nbytes - sizes[own] * received.element_size()
+        return list(received.split(list(sizes)))
 
     def transfer(self, transfers: Sequence[Transfer | None]) -> Handle[None]:
         (transfer,) = transfers

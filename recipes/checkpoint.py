@@ -99,7 +99,7 @@ class Checkpoints:
         """Start writing the state of a round boundary; training may go on at once.
 
         ``outer``: the ``state_dict()`` of an OuterRound. Waits for the checkpoint before, if it is still being written.
-        Raises CheckpointError if that one failed.
+        Raises CheckpointError if that one failed, and if the optimizer has no state for a parameter that it trains.
         """
         self.wait()
         folder = self._folder / f"round-{round_number}" / self._replica
@@ -147,13 +147,17 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Load a round: the inner optimizer and the random number generators in place; returns the outer state.
 
-        ``outer``: the current ``state_dict()`` of the OuterRound; its tensors are overwritten.
+        ``outer``: the current ``state_dict()`` of the OuterRound; its tensors are overwritten. Raises CheckpointError,
+        before anything is changed, if the checkpoint lacks optimizer state of a parameter that is trained here.
         """
         folder = self._folder / f"round-{round_number}" / self._replica
         marker = json.loads((folder / MARKER).read_text())
         state = self._state(outer["tensors"], model, optimizer)
         try:
+            _check_optimizer_state(folder, state["inner"])
             dcp.load(state, checkpoint_id=folder, process_group=self._group)
+        except CheckpointError:
+            raise
         except (Exception, CheckpointException) as error:
             reason = _reason(error)
             raise CheckpointError(f"{folder}: cannot be loaded ({reason}); to start over, say --fresh") from error
@@ -162,9 +166,15 @@ class Checkpoints:
         return {"tensors": state["outer"], "record": marker["outer"]}
 
     def _state(self, outer: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        inner = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+        trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in model.named_parameters():
+            # torch leaves such parameters out in silence, and they would start over when the run goes on
+            if parameter in trained and parameter.requires_grad and not optimizer.state.get(parameter):
+                raise CheckpointError(f"the optimizer has no state for {name}, so a checkpoint would be incomplete")
         return {
             "outer": dict(outer),
-            "inner": get_optimizer_state_dict(model, optimizer, options=_FLAT),
+            "inner": inner,
             "rng": {f"cpu.{dist.get_rank(self._group)}": torch.get_rng_state()},
         }
 
@@ -217,6 +227,18 @@ def _reason(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     first_line, *_ = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {first_line}"
+
+
+def _check_optimizer_state(folder: Path, wanted: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if a checkpoint lacks one of the ``wanted`` entries of a flat optimizer state."""
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    missing = [key for key in wanted if f"inner.{key}" not in saved]
+    if missing:
+        more = f" and {len(missing) - 1} more" * (len(missing) > 1)
+        raise CheckpointError(
+            f"{folder}: it has no optimizer state {missing[0].removeprefix('state.')}{more}: it was written by another "
+            "optimizer, or one that did not train this; set [optimizer] as it was or, to start over, say --fresh"
+        )
 
 
 def _why_broken(folder: Path) -> str | None:

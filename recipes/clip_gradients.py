@@ -8,17 +8,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from isoloco.local_part import is_first_copy
+
 
 def _counts_here(gradient: Tensor) -> bool:
     """Whether this rank's piece of a gradient enters the norm: of the ranks with the same piece, only the first."""
     if not isinstance(gradient, DTensor):
         return True
-    coordinate = gradient.device_mesh.get_coordinate()
-    assert coordinate is not None
     assert not any(placement.is_partial() for placement in gradient.placements), "this gradient is not reduced yet"
-    return all(
-        index == 0 for index, placement in zip(coordinate, gradient.placements, strict=True) if placement.is_replicate()
-    )
+    return is_first_copy(gradient)
 
 
 @torch.no_grad()

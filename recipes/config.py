@@ -30,10 +30,28 @@ class Limit(NamedTuple):
 
 
 METHOD_DEFAULT = -1.0
-"""Value of `outer.lr` and `outer.momentum` that stands for the method's own number."""
+"""Value of a key that stands for the own number of its method or optimizer."""
 
-METHOD_DEFAULTS = {"isoloco": (1.8, 0.8), "diloco": (0.7, 0.9), "diloco_sgd": (1.6, 0.0)}
+METHOD_DEFAULTS = {
+    "isoloco": (1.8, 0.8),
+    "diloco": (0.7, 0.9),
+    "diloco_sgd": (1.6, 0.0),
+    "iso_c": (2.1, 0.0),
+    "iso_cts": (3.1, 0.0),
+    "tsv_m": (0.6, 0.0),
+    "ties": (0.7, 0.0),
+    "dare": (1.5, 0.0),
+}
 """Learning rate and momentum of each outer method (IsoLoCo App. A: 178M, 8 groups, H = 30)."""
+
+ISOTROPIC_METHODS = ("isoloco", "iso_c")
+"""Outer methods that make averaged matrices isotropic."""
+
+MERGING_METHODS = ("iso_cts", "tsv_m", "ties", "dare")
+"""Outer methods that merge the groups' pseudo-gradients by a rule of the same name, instead of averaging them."""
+
+OPTIMIZER_DEFAULTS = {"AdamW": (8e-4, 0.1), "Muon": (0.02, 0.01)}
+"""Learning rate and weight decay of each inner optimizer (Muon: those of MuLoCo's code)."""
 
 Count = Annotated[int, Limit("at least 1", lambda n: n >= 1)]
 CountOrZero = Annotated[int, Limit("at least 0", lambda n: n >= 0)]
@@ -43,6 +61,9 @@ Positive = Annotated[float, Limit("more than 0", lambda x: x > 0)]
 PositiveOrZero = Annotated[float, Limit("at least 0", lambda x: x >= 0)]
 PositiveOrAuto = Annotated[
     float, Limit("more than 0, or -1 for the method's default", lambda x: x > 0 or x == METHOD_DEFAULT)
+]
+PositiveOrZeroOrAuto = Annotated[
+    float, Limit("at least 0, or -1 for the method's default", lambda x: x >= 0 or x == METHOD_DEFAULT)
 ]
 Fraction = Annotated[float, Limit("from 0 to 1", lambda x: 0 <= x <= 1)]
 Decay = Annotated[float, Limit("at least 0 and less than 1", lambda x: 0 <= x < 1)]
@@ -109,20 +130,41 @@ class Model:
 class Optimizer:
     """The inner optimizer, which trains each replica group on its own."""
 
-    name: Literal["AdamW"] = "AdamW"
-    """Optimizer."""
-    lr: Positive = 8e-4
-    """Peak learning rate; `[lr_scheduler]` shapes it."""
+    name: Literal["AdamW", "Muon"] = "AdamW"
+    """AdamW for every parameter. Muon: orthogonalised momentum for the matrices inside the blocks, AdamW for embedding,
+    head and norms; with outer.method = "diloco" this is MuLoCo."""
+    lr: PositiveOrAuto = METHOD_DEFAULT
+    """Peak learning rate; `[lr_scheduler]` shapes it. -1: 8e-4 for AdamW, 0.02 for Muon."""
     beta1: Decay = 0.9
-    """Decay of the first moment."""
+    """AdamW, also inside Muon: decay of the first moment."""
     beta2: Decay = 0.95
-    """Decay of the second moment."""
+    """AdamW, also inside Muon: decay of the second moment."""
     eps: Positive = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: PositiveOrZero = 0.1
-    """Decoupled weight decay of every parameter, embeddings and norms included (IsoLoCo App. A)."""
+    """AdamW, also inside Muon: added to the root of the second moment."""
+    weight_decay: PositiveOrZeroOrAuto = METHOD_DEFAULT
+    """Decoupled weight decay of every parameter, embeddings and norms included. -1: 0.1 for AdamW (IsoLoCo App. A),
+    0.01 for Muon."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Which of torch's implementations to use."""
+    """AdamW, also inside Muon: which of torch's implementations to use."""
+    momentum: Decay = 0.95
+    """Muon: decay of the momentum of a matrix, which is the sum of the gradients before."""
+    nesterov: bool = False
+    """Muon: look one step ahead, at gradient + momentum x the new momentum."""
+    scale: Literal["spectral", "match_rms_adamw", "original"] = "spectral"
+    """Muon: what times the learning rate all singular values of an update are. spectral: sqrt(rows / columns).
+    match_rms_adamw: 0.2 sqrt(max(rows, columns)), for the lr and weight_decay of AdamW. original: sqrt(max(1, rows /
+    columns))."""
+    coefficients: Literal["dion", "polar_express", "muon"] = "dion"
+    """Muon: the polynomials of Newton-Schulz, as outer.coefficients."""
+    adamw_lr_factor: Positive = 1.0
+    """Muon: learning rate of what AdamW updates, as a multiple of lr."""
+    adamw_parameters: list[str] = field(default_factory=list)
+    """Muon: names of the matrices that AdamW updates, * and ? allowed. Empty: embedding and head."""
+
+    def __post_init__(self) -> None:
+        default_lr, default_decay = OPTIMIZER_DEFAULTS.get(self.name, OPTIMIZER_DEFAULTS["AdamW"])
+        self.lr = default_lr if self.lr == METHOD_DEFAULT else self.lr
+        self.weight_decay = default_decay if self.weight_decay == METHOD_DEFAULT else self.weight_decay
 
 
 @dataclass
@@ -222,34 +264,41 @@ class Compile:
 class Outer:
     """The outer round, in which replica groups meet: average what each learned, correct the average, step."""
 
-    method: Literal["isoloco", "diloco", "diloco_sgd"] = "isoloco"
+    method: Literal["isoloco", "diloco", "diloco_sgd", "iso_c", "iso_cts", "tsv_m", "ties", "dare"] = "isoloco"
     """isoloco: momentum on averages whose matrices were made isotropic. diloco: momentum on plain averages. diloco_sgd:
-    the plain averages."""
+    the plain averages. iso_c: isoloco without momentum. iso_cts, tsv_m, ties, dare: merging rules from the literature
+    in place of the average, without momentum unless it is set (IsoLoCo, Table 1)."""
     sync_steps: Count = 30
     """Inner steps from one round to the next (H)."""
     lr: PositiveOrAuto = METHOD_DEFAULT
-    """Outer learning rate. -1: 1.8 for isoloco, 0.7 for diloco, 1.6 for diloco_sgd (IsoLoCo App. A, 178M, 8 groups)."""
+    """Outer learning rate. -1: 1.8 for isoloco, 0.7 for diloco, 1.6 for diloco_sgd, 2.1 for iso_c, 3.1 for iso_cts, 0.6
+    for tsv_m, 0.7 for ties, 1.5 for dare (IsoLoCo App. A, 178M, 8 groups)."""
     momentum: DecayOrAuto = METHOD_DEFAULT
-    """Outer momentum. -1: 0.8 for isoloco, 0.9 for diloco, 0 for diloco_sgd."""
+    """Outer momentum. -1: 0.8 for isoloco, 0.9 for diloco, 0 for all others."""
     momentum_kind: Literal["nesterov", "momentum", "heavy_ball"] = "nesterov"
     """How the momentum enters the step."""
     orthogonalizer: Literal["newton_schulz", "svd"] = "newton_schulz"
-    """isoloco: how a matrix is orthogonalised. newton_schulz is the paper's fast version, svd the exact one."""
+    """isoloco, iso_c: how a matrix is orthogonalised. newton_schulz is the paper's fast version, svd the exact one."""
     coefficients: Literal["dion", "polar_express", "muon"] = "dion"
-    """isoloco with newton_schulz: the polynomials. dion: those that the paper cites."""
+    """isoloco, iso_c with newton_schulz: the polynomials. dion: those that the paper cites."""
     scale: Literal["rms", "mean", "nuclear", "spectral"] = "rms"
-    """isoloco: the one singular value that all become. rms (the paper's with newton_schulz) or mean (its with svd) of
-    the singular values; nuclear: their mean estimated without an SVD; spectral: sqrt(rows / columns)."""
+    """isoloco, iso_c: the one singular value that all become. rms (the paper's with newton_schulz) or mean (its with
+    svd) of the singular values; nuclear: their mean estimated without an SVD; spectral: sqrt(rows / columns)."""
     clip: Literal["", "high", "low"] = ""
-    """isoloco with svd: only lower the singular values above the scale (high) or only raise those below it (low)."""
+    """isoloco, iso_c with svd: only lower singular values above the scale (high), or only raise those below (low)."""
     target: Literal["gradient", "update"] = "gradient"
-    """isoloco: make the averaged pseudo-gradient isotropic, or the update after momentum."""
+    """isoloco, iso_c: make the averaged pseudo-gradient isotropic, or the update after momentum."""
     exclude: list[str] = field(default_factory=list)
-    """isoloco: names of parameters to leave as plain averages, * and ? allowed, e.g. ["output.weight"]."""
+    """isoloco, iso_c: names of parameters to leave as plain averages, * and ? allowed, e.g. ["output.weight"]."""
+    sparsity: Decay = 0.1
+    """ties and dare: share of each tensor's entries that is dropped, the smallest (ties) or any (dare)."""
+    common_space_fraction: Fraction = 0.8
+    """iso_cts: share of the singular directions that come from the average; the rest are the groups' own."""
     weights: Literal["uniform", "tokens"] = "uniform"
     """Weight of a group in the average: all alike, or by the tokens that it trained on since the last round."""
     bucket_mb: Positive = 256.0
-    """Megabytes per transfer between groups."""
+    """Megabytes that a round may take at a time, for what travels between groups and for matrices under correction; a
+    matrix that needs more takes it."""
 
     def __post_init__(self) -> None:
         default_lr, default_momentum = METHOD_DEFAULTS.get(self.method, METHOD_DEFAULTS["isoloco"])

@@ -12,13 +12,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from isoloco.aggregate import MEAN, Aggregation
 from isoloco.fleet import Fleet, SoloFleet, same_in_group
 from isoloco.ledger import Ledger
 from isoloco.outer_optimizer import OuterOptimizer
 from isoloco.outer_round import OuterRound
 from recipes.checkpoint import Checkpoints
 from recipes.command_line import Command
-from recipes.config import Recipe, global_batch_size, min_replica_groups, ranks_per_group
+from recipes.config import (
+    ISOTROPIC_METHODS,
+    MERGING_METHODS,
+    Outer,
+    Recipe,
+    global_batch_size,
+    min_replica_groups,
+    ranks_per_group,
+)
 from recipes.data import PackedSamples, RoundBatches, build_loader, read_documents
 from recipes.init_weights import initialize
 from recipes.inner_optimizer import build_inner_optimizer
@@ -192,12 +201,14 @@ def build_outer(
             lr=settings.lr,
             momentum=settings.momentum,
             momentum_kind=settings.momentum_kind,
-            isotropic=settings.orthogonalizer if settings.method == "isoloco" else None,
+            isotropic=settings.orthogonalizer if settings.method in ISOTROPIC_METHODS else None,
             scale=settings.scale,
             clip=settings.clip or None,
             target=settings.target,
             exclude=settings.exclude,
             coefficients=settings.coefficients,
+            bucket_bytes=int(settings.bucket_mb * 2**20),
+            device=rank.device,
         ),
         Ledger(len(samples)),
         sync_steps=settings.sync_steps,
@@ -208,6 +219,7 @@ def build_outer(
         num_replica_groups=groups.num_replica_groups,
         min_replica_size=min_replica_groups(recipe),
         group=rank.control,
+        aggregation=build_aggregation(settings),
         bucket_bytes=int(settings.bucket_mb * 2**20),
         start_wait_seconds=groups.start_wait_seconds,
         max_retries=groups.max_exchange_retries,
@@ -219,6 +231,18 @@ def build_outer(
     if restorable:
         restore(restorable[-1])
     return outer
+
+
+def build_aggregation(settings: Outer) -> Aggregation:
+    """How the groups' pseudo-gradients become one."""
+    if settings.method not in MERGING_METHODS:
+        return MEAN
+    options: dict[str, float] = {}
+    if settings.method in ("ties", "dare"):
+        options["sparsity"] = settings.sparsity
+    if settings.method == "iso_cts":
+        options["common_space_fraction"] = settings.common_space_fraction
+    return Aggregation(settings.method, options)
 
 
 def waiting_hint(environment: Mapping[str, str]) -> str:

@@ -30,7 +30,7 @@ from recipes.clip_gradients import clip_gradients
 from recipes.command_line import parse_command
 from recipes.config import Recipe, total_steps, warmup_steps
 from recipes.evaluate import validation_loss
-from recipes.inner_optimizer import set_learning_rate
+from recipes.inner_optimizer import reset_state, set_learning_rate
 from recipes.loss import IGNORE_INDEX, cross_entropy_sum, sum_over_data_parallel
 from recipes.lr_schedule import learning_rate
 from recipes.metrics import Metrics, log_to_stdout
@@ -130,7 +130,7 @@ def after_meeting(group: ReplicaGroup, report: RoundReport) -> None:
         logger.info("round %d committed at step %d", report.round, report.step)
     starts_afresh = group.recipe.fault_tolerance.joiner_inner_state == "fresh"
     if report.reset_inner or (report.healed_from is not None and starts_afresh):
-        group.optimizer.state.clear()
+        reset_state(group.optimizer)
 
 
 def measure_validation(group: ReplicaGroup) -> None:

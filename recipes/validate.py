@@ -16,7 +16,8 @@ from recipes.recipe_file import DEBUG_RECIPE, config_hash, help_text, load_recip
 
 def describe(recipe: Recipe, num_ranks: int | None = None) -> str:
     """What a recipe means for groups of `num_ranks` ranks, in a few lines."""
-    training, outer, groups = recipe.training, recipe.outer, recipe.fault_tolerance.num_replica_groups
+    training, inner, outer = recipe.training, recipe.optimizer, recipe.outer
+    groups = recipe.fault_tolerance.num_replica_groups
     dp_shard, tp = ranks_per_group(recipe, num_ranks)
     batch = global_batch_size(recipe, dp_shard)
     rounds = -(-training.steps // outer.sync_steps)
@@ -27,6 +28,7 @@ def describe(recipe: Recipe, num_ranks: int | None = None) -> str:
             f"  groups  {groups} of {dp_shard * tp} ranks each: FSDP {dp_shard} x TP {tp}",
             f"  batch   {batch} samples of {training.seq_len} tokens per group and step",
             f"  length  {training.steps} steps, {rounds} rounds of {outer.sync_steps}: {tokens:,} tokens",
+            f"  inner   {inner.name}, lr {inner.lr}, weight decay {inner.weight_decay}",
             f"  outer   {outer.method}, lr {outer.lr}, momentum {outer.momentum}",
             f"  hash    {config_hash(recipe)}",
         ]

@@ -78,6 +78,27 @@ def test_a_stopped_run_and_a_killed_run_equal_the_one_that_was_never_interrupted
             assert history(resumed, int(replica)) == history(undisturbed, int(replica))
 
 
+def test_a_run_with_muon_goes_on_bit_for_bit(tmp_path):
+    """A completed part is the cheapest interruption; its schedule is that of the whole."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = (*SMALL, "--fault_tolerance.num_replica_groups", "1", "--parallelism.data_parallel_shard_degree", "2")
+    flags += ("--optimizer.name", "Muon", "--optimizer.lr", "-1", "--outer.method", "diloco")
+    flags += ("--lr_scheduler.total_steps", "30", "--metrics.log_freq", "1")
+    printed = train(whole, *flags, "--training.steps", "30")
+    assert "diloco outside, Muon inside" in printed
+    assert "28 matrices in 28 parameters are orthogonalised; AdamW updates 11 parameters: tok_embeddings" in printed
+    losses = [row["loss"] for row in rows(whole, 0, "metrics.jsonl")]
+    assert losses[-1] < losses[0] - 0.5
+
+    for steps in ("15", "30"):
+        train(parts, *flags, "--training.steps", steps)
+    expected, found = (state_at_end(folder, 0, tmp_path / "state.pt") for folder in (whole, parts))
+    assert expected.keys() == found.keys()
+    assert "/inner/state.layers.0.attention.wq.weight.momentum_buffer" in expected
+    assert not [name for name in expected if not torch.equal(expected[name], found[name])]
+    assert history(parts, 0)["rounds.jsonl"] == history(whole, 0)["rounds.jsonl"]
+
+
 def test_a_completed_run_goes_on_with_more_steps(tmp_path):
     flags = (*SMALL, *ONE_RANK, "--fault_tolerance.num_replica_groups", "1")
     folder = tmp_path / "run"

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from recipes.clip_gradients import clip_gradients
 from recipes.config import Recipe
 from recipes.init_weights import initialize
+from recipes.inner_optimizer import build_inner_optimizer
 from recipes.loss import IGNORE_INDEX, cross_entropy_sum, sum_over_data_parallel
 from recipes.model import Llama
 from recipes.model_shape import ModelShape
@@ -53,6 +54,7 @@ def recipe_with(**settings: object) -> Recipe:
     """A float32 recipe; `section__key=value` changes one key."""
     recipe = Recipe()
     recipe.training.mixed_precision_param = "float32"
+    recipe.optimizer.lr = 1e-3
     for key, value in settings.items():
         section, name = key.split("__")
         assert hasattr(getattr(recipe, section), name)
@@ -82,7 +84,7 @@ def global_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(dp_shard: int, tp: int, recipe: Recipe, shape: ModelShape = SHAPE) -> Run:
-    """Ten AdamW steps, as the train loop does them."""
+    """Ten steps, as the train loop does them."""
     # full_tensor of strided shards warns of its two all-gathers, once per process.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     mesh = build_mesh(dp_shard, tp, "cpu")
@@ -92,7 +94,7 @@ def train(dp_shard: int, tp: int, recipe: Recipe, shape: ModelShape = SHAPE) -> 
     initialize(model, SEED, "cpu")
     run = Run(initial_digest=digest_of(model))
     run.placements = {str(getattr(parameter, "placements", "plain")) for parameter in model.parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = build_inner_optimizer(model, recipe.optimizer)
     dp_rank = 0 if mesh is None else mesh.get_local_rank("dp_shard")
     for step in range(NUM_STEPS):
         tokens, labels = (
@@ -125,6 +127,7 @@ TWO_RANKS: dict[str, Setting] = {
     "TP, every second block recomputed": (1, 2, recipe_with(activation_checkpoint__mode="selective")),
 }
 FOUR_RANKS: dict[str, Setting] = {"FSDP2 x TP": (2, 2, recipe_with()), "FSDP2": (4, 1, recipe_with())}
+MUON = recipe_with(optimizer__name="Muon", optimizer__lr=0.01)
 BFLOAT16 = recipe_with(training__mixed_precision_param="bfloat16")
 
 
@@ -147,12 +150,13 @@ def one_rank() -> Run:
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, Run]:
     bfloat16 = {"FSDP2, bfloat16": (2, 1, BFLOAT16), "TP, bfloat16": (1, 2, BFLOAT16)}
-    return train_on_ranks(2, TWO_RANKS | bfloat16)
+    muon = {"FSDP2, Muon": (2, 1, MUON), "TP, Muon": (1, 2, MUON)}
+    return train_on_ranks(2, TWO_RANKS | bfloat16 | muon)
 
 
 @pytest.fixture(scope="module")
 def four_ranks() -> dict[str, Run]:
-    return train_on_ranks(4, FOUR_RANKS)
+    return train_on_ranks(4, FOUR_RANKS | {"FSDP2 x TP, Muon": (2, 2, MUON)})
 
 
 def assert_alike(run: Run, expected: Run) -> None:
@@ -179,6 +183,16 @@ def test_two_ranks_start_and_train_like_one(name: str, one_rank: Run, two_ranks:
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_four_ranks_start_and_train_like_one(name: str, one_rank: Run, four_ranks: dict[str, Run]) -> None:
     assert_alike(four_ranks[name], one_rank)
+
+
+def test_muon_trains_alike_however_its_matrices_are_cut(
+    one_rank: Run, two_ranks: dict[str, Run], four_ranks: dict[str, Run]
+) -> None:
+    """B68: it makes each matrix whole."""
+    expected = train(1, 1, MUON)
+    assert expected.losses[1:] != one_rank.losses[1:]
+    for run in (two_ranks["FSDP2, Muon"], two_ranks["TP, Muon"], four_ranks["FSDP2 x TP, Muon"]):
+        assert_alike(run, expected)
 
 
 def test_every_parameter_is_sharded_over_the_data_parallel_ranks(four_ranks: dict[str, Run]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from isoloco.fleet import Done, Fleet, FleetError, Transfer
+from isoloco.fleet import Done, Fleet, FleetError, Transfer, sum_in_order
 from isoloco.ledger import Ledger
 from isoloco.outer_optimizer import OuterOptimizer
 from isoloco.outer_round import OuterRound, RoundReport
@@ -48,6 +48,12 @@ def contribution(replica_id: int, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=generator) * 10 ** (4 * torch.randn(shape, generator=generator))
 
 
+def owners_of(num_elements: int, num_members: int) -> list[int]:
+    """How many elements each member owns: unequal parts, of the first some, of the last the most or all."""
+    sizes = [num_elements // 4 // num_members] * (num_members - 1)
+    return [*sizes, num_elements - sum(sizes)]
+
+
 def use_every_verb(place: Place, lighthouse: str) -> dict[str, Any]:
     fleet = connect(place, lighthouse)
     place.tell("connected")
@@ -55,10 +61,14 @@ def use_every_verb(place: Place, lighthouse: str) -> dict[str, Any]:
     meeting = fleet.meet([{"of": place.replica_id, "text": "θ" * place.replica_id}])
     mine = [contribution(place.replica_id, shape) for shape in SHAPES]
     before = fleet.num_bytes_sent, fleet.num_bytes_received
-    sums = [fleet.sum([tensor]).wait()[0] for tensor in mine]
-    bytes_of_sums = fleet.num_bytes_sent - before[0], fleet.num_bytes_received - before[1]
-    gathered = fleet.gather([mine[5]]).wait()[0]
     ids = [member.replica_id for member in meeting.members]
+    sums = []
+    for tensor in mine:
+        sizes = owners_of(tensor.numel(), len(ids))
+        (parts,) = fleet.to_owners([tensor.flatten()], sizes).wait()
+        (row,) = fleet.from_owners([sum_in_order(parts)], sizes).wait()
+        sums.append(row.view(tensor.shape))
+    bytes_of_sums = fleet.num_bytes_sent - before[0], fleet.num_bytes_received - before[1]
     # larger than a socket holds, and both ways at once
     big = torch.full((3_000_000,), float(place.replica_id))
     received = torch.zeros_like(big)
@@ -75,7 +85,6 @@ def use_every_verb(place: Place, lighthouse: str) -> dict[str, Any]:
         "local": meeting.local,
         "sums": sums,
         "bytes": bytes_of_sums,
-        "gathered": gathered,
         "received": received[[0, -1]].tolist(),
         "votes": votes,
         "inputs unchanged": all(torch.equal(a, contribution(place.replica_id, a.shape)) for a in mine),
@@ -159,18 +168,18 @@ def flip_a_bit(outer: OuterRound) -> None:
 
 def stop_in_second_round_s_exchange(place: Place, fleet: TorchFTFleet, outer: OuterRound) -> None:
     """After the first bucket of round 2, tell the test, and go on when it says so."""
-    real_sum = fleet.sum
+    real = fleet.to_owners
     stopped: list[OuterRound] = []
 
-    def sum_then_stop(tensors: Any) -> Any:
-        result = real_sum(tensors).wait()
+    def bring_then_stop(rows: Any, sizes: Any) -> Any:
+        result = real(rows, sizes).wait()
         if outer.round == 1 and outer not in stopped:
             stopped.append(outer)
             place.tell("exchanging")
             place.hear()
         return Done(result)
 
-    fleet.sum = sum_then_stop  # type: ignore[method-assign]
+    fleet.to_owners = bring_then_stop  # type: ignore[method-assign]
 
 
 def hear_no_answer_at_second_round_s_vote(place: Place, fleet: TorchFTFleet, outer: OuterRound) -> None:
@@ -207,17 +216,17 @@ def tell_before_meeting(place: Place, fleet: TorchFTFleet) -> None:
 
 def count_tensors(place: Place, fleet: TorchFTFleet, outer: OuterRound) -> None:
     """Tell the test of every tensor that this group offers to the others."""
-    real_sum, real_transfer = fleet.sum, fleet.transfer
+    real_to_owners, real_transfer = fleet.to_owners, fleet.transfer
 
-    def tell_and_sum(tensors: Any) -> Any:
-        place.tell("tensor", "sum")
-        return real_sum(tensors)
+    def tell_and_bring(rows: Any, sizes: Any) -> Any:
+        place.tell("tensor", "to_owners")
+        return real_to_owners(rows, sizes)
 
     def tell_and_transfer(transfers: Any) -> Any:
         place.tell("tensor", "transfer")
         return real_transfer(transfers)
 
-    fleet.sum, fleet.transfer = tell_and_sum, tell_and_transfer  # type: ignore[method-assign]
+    fleet.to_owners, fleet.transfer = tell_and_bring, tell_and_transfer  # type: ignore[method-assign]
 
 
 # ---- rounds of a sharded model ----
@@ -324,8 +333,8 @@ def meet_again_after_a_failed_quorum(place: Place, lighthouse: str) -> list[Any]
     except FleetError as error:
         message = str(error)
     meeting = fleet.meet([{"of": place.replica_id}])
-    total = fleet.sum([torch.ones(3)]).wait()[0].tolist()
-    return [message, fleet._manager is not old, len(meeting.members), total, fleet.vote(True)]
+    ((total, *_),) = fleet.to_owners([torch.ones(3)], [3] + [0] * (len(meeting.members) - 1)).wait()
+    return [message, fleet._manager is not old, len(meeting.members), total.tolist(), fleet.vote(True)]
 
 
 def register_and_be_silent(place: Place, lighthouse: str) -> None:

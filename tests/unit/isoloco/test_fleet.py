@@ -26,21 +26,24 @@ def test_a_meeting_wants_metadata_of_every_local_replica() -> None:
         VirtualFleet([0, 1]).meet([{}])
 
 
-def test_sum_adds_from_the_lowest_number_up_and_leaves_its_input_alone() -> None:
+def test_a_sum_adds_from_the_lowest_number_up_and_leaves_its_input_alone() -> None:
     values = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
     copies = [value.clone() for value in values]
-    results = VirtualFleet([0, 1, 2]).sum(values).wait()
-    assert [result.item() for result in results] == [0.0, 0.0, 0.0], "fp32: (1e8 + 1) - 1e8"
+    assert sum_in_order(values).item() == 0.0, "fp32: (1e8 + 1) - 1e8"
     assert values == copies
     assert torch.equal(sum_in_order(tensors(3)), tensors(3)[0] + tensors(3)[1] + tensors(3)[2])
 
 
-def test_gather_gives_everybody_everything() -> None:
-    values = tensors(2)
-    results = VirtualFleet([0, 1]).gather(values).wait()
-    assert len(results) == 2
-    for everyone in results:
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(everyone, values, strict=True))
+def test_owners_get_what_everybody_has_for_them_and_give_all_of_it_back() -> None:
+    rows = [tensor.flatten() for tensor in tensors(3)]
+    sizes = [5, 0, 7]  # the second one owns nothing
+    fleet = VirtualFleet([0, 1, 2])
+    received = fleet.to_owners(rows, sizes).wait()
+    for parts, own in zip(received, (slice(0, 5), slice(5, 5), slice(5, 12)), strict=True):
+        assert [part.tolist() for part in parts] == [row[own].tolist() for row in rows]
+    back = fleet.from_owners([parts[1] for parts in received], sizes).wait()
+    assert len(back) == 3
+    assert all(torch.equal(row, rows[1]) for row in back)
 
 
 def test_two_replicas_exchange_tensors_and_a_third_sits_it_out() -> None:
@@ -64,7 +67,9 @@ def test_a_solo_fleet_is_a_fleet_of_one_that_sends_nothing() -> None:
     fleet = SoloFleet(7)
     assert fleet.local_replica_ids == [7]
     (value,) = tensors(1)
-    assert torch.equal(fleet.sum([value]).wait()[0], value)
+    ((part,),) = fleet.to_owners([value.flatten()], [12]).wait()
+    (row,) = fleet.from_owners([part], [12]).wait()
+    assert torch.equal(row, value.flatten())
     assert (fleet.num_bytes_sent, fleet.num_bytes_received) == (0, 0)
 
 

@@ -321,13 +321,13 @@ def test_state_of_other_parameters_is_refused() -> None:
         other.load_state_dict(optimizer.state_dict())
 
 
-def test_correct_gradients_and_apply_are_the_two_halves_of_a_step() -> None:
+def test_correct_and_apply_are_the_two_halves_of_a_step() -> None:
     """The round times them apart; corrected gradients are visible in between."""
     whole, _ = run(num_rounds=1, isotropic="svd")
     parameters = tensors(seed=0)
     optimizer = OuterOptimizer(parameters.items(), lr=0.7, isotropic="svd")
     set_gradients(parameters, tensors(seed=1))
-    optimizer.correct_gradients()
+    optimizer.correct()
     assert_equal(parameters, tensors(seed=0))
     for name, parameter in parameters.items():
         delta = tensors(seed=1)[name]

@@ -443,13 +443,13 @@ class FlakyFleet:
             raise FleetError("no quorum")
         return self.inner.meet(metadata)
 
-    def sum(self, tensors):  # type: ignore[no-untyped-def]
-        if self._fails("sum"):
+    def to_owners(self, rows, sizes):  # type: ignore[no-untyped-def]
+        if self._fails("to_owners"):
             return Broken()
-        return self.inner.sum([tensor.mul_(1) for tensor in tensors])
+        return self.inner.to_owners(rows, sizes)
 
-    def gather(self, tensors):  # type: ignore[no-untyped-def]
-        return self.inner.gather(tensors)
+    def from_owners(self, parts, sizes):  # type: ignore[no-untyped-def]
+        return self.inner.from_owners(parts, sizes)
 
     def transfer(self, transfers):  # type: ignore[no-untyped-def]
         return self.inner.transfer(transfers)
@@ -465,7 +465,7 @@ class FlakyFleet:
 
 
 class Broken(Done[list[Tensor]]):
-    """The handle of a sum that fails when it is waited for."""
+    """The handle of a communication that fails when it is waited for."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -475,7 +475,7 @@ class Broken(Done[list[Tensor]]):
 
 
 class TestFailures:
-    @pytest.mark.parametrize("verb", ["meet", "sum", "vote"])
+    @pytest.mark.parametrize("verb", ["meet", "to_owners", "vote"])
     @pytest.mark.parametrize("times", [1, 2])
     def test_a_failed_round_is_repeated_with_the_same_work_and_ends_with_the_same_bits(
         self, verb: str, times: int
@@ -496,7 +496,7 @@ class TestFailures:
         assert outer.ledger == undisturbed.ledger
         assert sorted(replicas[0].seen + replicas[1].seen) == list(range(36)), "no step was repeated"
 
-    @pytest.mark.parametrize("verb", ["sum", "vote"])
+    @pytest.mark.parametrize("verb", ["to_owners", "vote"])
     def test_until_the_vote_nothing_changes_and_giving_up_leaves_the_last_round(self, verb: str) -> None:
         replicas = [ToyReplica() for _ in range(2)]
         fleet = FlakyFleet(VirtualFleet([0, 1]), verb, times=100)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isoloco.fleet import Done, FleetError, Handle, Meeting, Member, Transfer, sum_in_order
+from isoloco.fleet import Done, FleetError, Handle, Meeting, Member, Transfer
 
 PATIENCE = 60.0  # seconds until a test that hangs fails
 
 Fault = Callable[[str], str | None]
-"""Is told what a replica is about to do ("meet", "sum", "gather", "send", "receive", "vote"); may return
+"""Is told what a replica is about to do ("meet", "to_owners", "from_owners", "send", "receive", "vote"); may return
 
 - "fail": it fails for this replica and all who need it
 - "fail after": it fails for this replica alone, once its part is done (of a vote: all others commit)
@@ -96,13 +96,20 @@ class ThreadFleet:
             self._hang_up()
         return Meeting(self.call.members, local=(self.call.fleets.index(self),), connected=connected)
 
-    def sum(self, tensors: Sequence[Tensor]) -> Handle[list[Tensor]]:
-        (tensor,) = tensors
-        self.num_bytes_sent += tensor.nbytes
-        return Done([sum_in_order(self._everyone_s("sum", tensor.clone()))])
+    def to_owners(self, rows: Sequence[Tensor], sizes: Sequence[int]) -> Handle[list[list[Tensor]]]:
+        (row,) = rows
+        everyone = self._everyone_s("to_owners", row.clone())
+        assert self.call is not None
+        own = self.call.fleets.index(self)
+        self.num_bytes_sent += row.nbytes - sizes[own] * row.element_size()
+        return Done([[theirs.split(list(sizes))[own] for theirs in everyone]])
 
-    def gather(self, tensors: Sequence[Tensor]) -> Handle[list[list[Tensor]]]:
-        return Done([self._everyone_s("gather", tensors[0].clone())])
+    def from_owners(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Handle[list[Tensor]]:
+        (part,) = parts
+        everyone = self._everyone_s("from_owners", part.clone())
+        self.num_bytes_sent += (len(everyone) - 1) * part.nbytes
+        assert [theirs.numel() for theirs in everyone] == list(sizes)
+        return Done([torch.cat(everyone)])
 
     def transfer(self, transfers: Sequence[Transfer | None]) -> Handle[None]:
         (transfer,) = transfers
@@ -213,4 +220,4 @@ def run_threads(functions: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
     if errors:
         raise errors[0]
     assert len(results) == len(functions), "a replica hangs"
-    return results
+    return {key: results[key] for key in functions}

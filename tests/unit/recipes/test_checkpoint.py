@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 from recipes.checkpoint import CheckpointError, Checkpoints
+from recipes.config import Optimizer
+from recipes.inner_optimizer import build_inner_optimizer
 from tests.run_ranks import free_port
 from tests.training_run import wait_until
 
@@ -79,6 +81,69 @@ def test_the_bytes_on_disk_are_those_of_the_boundary_although_training_goes_on(c
     other_model, other_optimizer, other_outer = make_replica(2)
     loaded = store.load(1, other_outer, other_model, other_optimizer)
     assert all(torch.equal(loaded["tensors"][name], before[name]) for name in before)
+
+
+def replica_with_special_parameters(name, seed=0, frozen=("frozen.weight",)):
+    """Has a layer that is never used and one that is not trained."""
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleDict({key: torch.nn.Linear(4, 4) for key in ("first", "unused", "frozen")})
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter_name not in frozen)
+    optimizer = build_inner_optimizer(model, Optimizer(name=name))
+    for _ in range(3):
+        model["frozen"](model["first"](torch.randn(5, 4))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, {"tensors": {}, "record": {}}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_parameters_that_are_never_used_or_not_trained_come_back_too(checkpoints, name):
+    """Case B48."""
+    store = checkpoints()
+    model, optimizer, outer = replica_with_special_parameters(name)
+    store.save(1, outer, model, optimizer)
+    store.wait()
+    other_model, other_optimizer, other_outer = replica_with_special_parameters(name, seed=1)
+    store.load(1, other_outer, other_model, other_optimizer)
+    for mine, theirs in zip(model.parameters(), other_model.parameters(), strict=True):
+        saved, loaded = optimizer.state.get(mine, {}), other_optimizer.state.get(theirs, {})
+        assert saved.keys() == loaded.keys()
+        assert bool(saved) == mine.requires_grad
+        assert all(torch.equal(saved[key], loaded[key]) for key in saved)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_a_trained_parameter_whose_state_is_not_there_is_named(checkpoints, name):
+    """Case B48: it was frozen when the checkpoint was written."""
+    store = checkpoints()
+    model, optimizer, outer = replica_with_special_parameters(name)
+    store.save(1, outer, model, optimizer)
+    store.wait()
+    model, optimizer, outer = replica_with_special_parameters(name, frozen=())
+    before = {key: value.clone() for key, value in optimizer.state[model["first"].weight].items()}
+    with pytest.raises(CheckpointError, match=r"it has no optimizer state frozen\.weight\.") as error:
+        store.load(1, outer, model, optimizer)
+    assert "\n" not in str(error.value)
+    assert all(torch.equal(value, before[key]) for key, value in optimizer.state[model["first"].weight].items())
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(checkpoints):
+    store = checkpoints()
+    model, optimizer, outer = replica_with_special_parameters("AdamW")
+    store.save(1, outer, model, optimizer)
+    store.wait()
+    model, optimizer, outer = replica_with_special_parameters("Muon")
+    with pytest.raises(CheckpointError, match=r"no optimizer state first\.weight\.momentum_buffer .*another optimizer"):
+        store.load(1, outer, model, optimizer)
+
+
+def test_an_optimizer_without_state_for_what_it_trains_is_not_saved(checkpoints):
+    """Case B48: torch leaves such a parameter out in silence."""
+    model, optimizer, outer = replica_with_special_parameters("AdamW")
+    del optimizer.state[model["first"].bias]
+    with pytest.raises(CheckpointError, match=r"no state for first\.bias"):
+        checkpoints().save(1, outer, model, optimizer)
 
 
 def truncate(folder):

@@ -8,9 +8,13 @@ import pytest
 
 from recipes.check_recipe import check_recipe
 from recipes.config import (
+    ISOTROPIC_METHODS,
     KEYS,
+    MERGING_METHODS,
+    METHOD_DEFAULTS,
     FaultTolerance,
     LRScheduler,
+    Optimizer,
     Outer,
     Parallelism,
     Recipe,
@@ -31,7 +35,17 @@ def test_the_defaults_are_a_valid_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "lr", "momentum"), [("isoloco", 1.8, 0.8), ("diloco", 0.7, 0.9), ("diloco_sgd", 1.6, 0.0)]
+    ("method", "lr", "momentum"),
+    [
+        ("isoloco", 1.8, 0.8),
+        ("diloco", 0.7, 0.9),
+        ("diloco_sgd", 1.6, 0.0),
+        ("iso_c", 2.1, 0.0),
+        ("iso_cts", 3.1, 0.0),
+        ("tsv_m", 0.6, 0.0),
+        ("ties", 0.7, 0.0),
+        ("dare", 1.5, 0.0),
+    ],
 )
 def test_an_outer_method_brings_its_own_learning_rate_and_momentum(method: str, lr: float, momentum: float) -> None:
     outer = Outer(method=method)  # type: ignore[arg-type]
@@ -41,6 +55,17 @@ def test_an_outer_method_brings_its_own_learning_rate_and_momentum(method: str, 
 def test_outer_values_that_are_given_stand() -> None:
     outer = Outer(method="diloco", lr=1.0, momentum=0.0)
     assert (outer.lr, outer.momentum) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(("name", "lr", "weight_decay"), [("AdamW", 8e-4, 0.1), ("Muon", 0.02, 0.01)])
+def test_an_inner_optimizer_brings_its_own_learning_rate_and_decay(name: str, lr: float, weight_decay: float) -> None:
+    optimizer = Optimizer(name=name)  # type: ignore[arg-type]
+    assert (optimizer.lr, optimizer.weight_decay) == (lr, weight_decay)
+
+
+def test_inner_values_that_are_given_stand() -> None:
+    optimizer = Optimizer(name="Muon", lr=0.01, weight_decay=0.0)
+    assert (optimizer.lr, optimizer.weight_decay) == (0.01, 0.0)
 
 
 def test_the_published_shapes_have_the_published_sizes() -> None:
@@ -123,3 +148,9 @@ def test_reading_a_recipe_does_not_load_torch() -> None:
     program = "import sys, recipes.validate; recipes.validate.main([]); print('torch' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert output.splitlines()[-1] == "False"
+
+
+def test_every_outer_method_has_its_own_numbers_and_one_way_to_average() -> None:
+    assert list(METHOD_DEFAULTS) == list(get_args(KEYS["outer.method"]))
+    assert not set(ISOTROPIC_METHODS) & set(MERGING_METHODS)
+    assert {*ISOTROPIC_METHODS, *MERGING_METHODS} <= set(METHOD_DEFAULTS)

@@ -61,6 +61,9 @@ def test_the_shipped_recipes_hold_the_numbers_of_the_paper() -> None:
     assert (small.training.global_batch_size, small.outer.sync_steps, small.training.steps) == (32, 30, 30 * 225)
     diloco = load_recipe(str(TRAIN_CONFIGS / "llama_178m_diloco.toml"))
     assert (diloco.optimizer.lr, diloco.outer.lr, diloco.outer.momentum) == (0.00138, 0.7, 0.9)
+    muon = load_recipe(str(TRAIN_CONFIGS / "llama_178m_isoloco_muon.toml"))
+    assert muon.optimizer.lr * muon.optimizer.adamw_lr_factor == pytest.approx(small.optimizer.lr)
+    assert (muon.outer, muon.training) == (small.outer, small.training)
     large = load_recipe(str(TRAIN_CONFIGS / "llama_512m_isoloco.toml"))
     assert (large.lr_scheduler.total_steps, large.training.steps) == (4886, 30 * 162)
     assert large.training.global_batch_size * large.fault_tolerance.num_replica_groups == 1024
@@ -114,6 +117,13 @@ def test_minus_one_brings_back_the_number_of_the_method(tmp_path: Path) -> None:
     assert load_recipe(path, ["--outer.lr", "-1"]).outer.lr == 1.8
 
 
+def test_another_inner_optimizer_brings_its_own_numbers_unless_the_file_has_some() -> None:
+    muon = ["--optimizer.name", "Muon"]
+    assert load_recipe(None, muon).optimizer.lr == load_recipe().optimizer.lr == 2e-3
+    recipe = load_recipe(None, [*muon, "--optimizer.lr", "-1"])
+    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (0.02, 0.01)
+
+
 # --- What is refused, and how it is said ----------------------------------------------------------------------------
 
 
@@ -139,6 +149,8 @@ def test_minus_one_brings_back_the_number_of_the_method(tmp_path: Path) -> None:
         ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan: must be a finite number"),
         ("[optimizer]\nlr = inf\n", 2, "optimizer.lr = inf: must be a finite number"),
         ("[optimizer]\nlr = -1e-3\n", 2, "optimizer.lr = -0.001: must be more than 0"),
+        ("[optimizer]\nweight_decay = -0.1\n", 2, "must be at least 0, or -1 for the method's default"),
+        ('[optimizer]\nname = "muon"\n', 2, 'must be one of "AdamW", "Muon"; did you mean "Muon"?'),
         ("[outer]\nlr = -1.8\n", 2, "outer.lr = -1.8: must be more than 0, or -1 for the method's default"),
         ("[training]\nsteps = 99999999999999999999\n", 2, "99999999999999999999: must be less than 2**63"),
         ("[outer]\nsync_steps = 0\n", 2, "outer.sync_steps = 0: must be at least 1"),
@@ -148,7 +160,7 @@ def test_minus_one_brings_back_the_number_of_the_method(tmp_path: Path) -> None:
         (
             '[outer]\nmethod = "isolocco"\n',
             2,
-            'must be one of "isoloco", "diloco", "diloco_sgd"; did you mean "isoloco"?',
+            'did you mean "isoloco"?',
         ),
         ('[model]\nflavor = "178m"\n', 2, 'did you mean "178M"?'),
         ("[data]\ndata_order = 3\n", 2, 'data.data_order = 3: must be one of "once"'),
@@ -348,7 +360,7 @@ def test_every_key_is_documented_where_it_stands() -> None:
 def test_help_shows_each_flag_with_choices_range_and_default() -> None:
     text = help_text()
     assert all(f"  --{key}  " in text for key in KEYS)
-    assert '--outer.method  "isoloco" | "diloco" | "diloco_sgd" (default "isoloco")' in text
+    assert '--outer.momentum_kind  "nesterov" | "momentum" | "heavy_ball" (default "nesterov")' in text
     assert "--outer.sync_steps  int, at least 1 (default 30)\n      Inner steps from one round to the next (H)." in text
     assert max(len(line) for line in text.splitlines()) <= 200
 

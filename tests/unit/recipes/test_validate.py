@@ -27,6 +27,7 @@ def test_without_a_file_the_debug_recipe_is_checked(capsys: pytest.CaptureFixtur
     assert main(["--outer.method=diloco"]) == 0
     output = capsys.readouterr().out
     assert "debug.toml: ok" in output
+    assert "inner   AdamW, lr 0.002, weight decay 0.1\n" in output
     assert "diloco, lr 0.7, momentum 0.9" in output
 
 
