@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as adamw_update
 
-from isoloco.local_part import local_part, with_local_part
+from isoloco.local_part import chunks, local_part
 from isoloco.matrix_role import matrix_role
 from isoloco.newton_schulz import coefficient_triples, divide_by_norm, independent, orthogonalize
 from isoloco.parameter_names import SplitSizes, matching_names, matrices
@@ -166,21 +166,19 @@ class Muon(torch.optim.Optimizer):
         jobs = []
         for parameter in parameters:
             buffer = self._state_of(parameter)["momentum_buffer"]
-            momentum, gradient = local_part(buffer), _local_gradient(parameter)
-            momentum.mul_(mu).add_(gradient)
-            if self.nesterov:
-                direction = update = with_local_part(buffer, momentum.mul(mu).add_(gradient))
-            else:
-                direction, update = buffer, torch.empty_like(buffer)
+            update = torch.empty_like(buffer)
+            for M, G, U in chunks(local_part(buffer), _local_gradient(parameter), local_part(update)):
+                M.mul_(mu).add_(G.to(M.dtype))
+                if self.nesterov:
+                    torch.mul(M, mu, out=U).add_(G.to(M.dtype))
+            direction = update if self.nesterov else buffer
             jobs.append(Job(inputs=(direction,), output=update, key=self._matrices[parameter]))
         self._engine.apply(
             jobs, lambda numbers, stacks: self._scaled_factors(stacks[0], self._matrices[parameters[numbers[0]]])
         )
         for parameter, job in zip(parameters, jobs, strict=True):
-            weight = _local_weight(parameter)
-            weight.mul_(1 - lr * decay)
-            weight.sub_(local_part(job.output).mul_(lr))
-            _set_weight(parameter, weight)
+            for weight, update in chunks(local_part(parameter), local_part(job.output)):
+                weight.copy_(weight.to(update.dtype).mul_(1 - lr * decay).sub_(update.mul_(lr)))
 
     def _scaled_factors(self, stack: Tensor, blocks: SplitSizes) -> Tensor:
         """s · NS of each matrix (..., m, n), which is scratch, each of the ``blocks`` of its rows by itself.
@@ -203,10 +201,12 @@ class Muon(torch.optim.Optimizer):
             return
         group = self.param_groups[0]
         states = [self._state_of(parameter) for parameter in parameters]
-        weights = [_local_weight(parameter) for parameter in parameters]
+        dtypes = [_state_dtype(parameter) for parameter in parameters]
+        # Of narrower parameters copies, to be rounded once, at the end; of others their own memory.
+        weights = [local_part(parameter).to(dtype) for parameter, dtype in zip(parameters, dtypes, strict=True)]
         adamw_update(
             weights,
-            [_local_gradient(parameter) for parameter in parameters],
+            [_local_gradient(parameter).to(dtype) for parameter, dtype in zip(parameters, dtypes, strict=True)],
             [local_part(state["exp_avg"]) for state in states],
             [local_part(state["exp_avg_sq"]) for state in states],
             [],
@@ -222,7 +222,8 @@ class Muon(torch.optim.Optimizer):
             maximize=False,
         )
         for parameter, weight in zip(parameters, weights, strict=True):
-            _set_weight(parameter, weight)
+            if weight.dtype != parameter.dtype:
+                local_part(parameter).copy_(weight)
 
     # ---- state ----
 
@@ -334,21 +335,10 @@ def _zeros_like(parameter: Tensor) -> Tensor:
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:
-    """This rank's part of the gradient, placed like the parameter, in the dtype of the state."""
+    """This rank's part of the gradient, placed like the parameter."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         # tensor parallelism alone leaves the sum over the ranks to whoever uses the gradient
         gradient = gradient.redistribute(placements=parameter.placements)
-    return local_part(gradient).to(_state_dtype(parameter))
-
-
-def _local_weight(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter in the dtype of the state: the memory of the parameter itself unless narrower."""
-    return local_part(parameter).to(_state_dtype(parameter))
-
-
-def _set_weight(parameter: Tensor, weight: Tensor) -> None:
-    """Round what became of a `_local_weight` to its parameter, if that is narrower."""
-    if weight.dtype != parameter.dtype:
-        local_part(parameter).copy_(weight)
+    return local_part(gradient)
