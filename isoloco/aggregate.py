@@ -228,9 +228,8 @@ def _mean(deltas: Sequence[Tensor], workers: _Workers) -> Tensor:
 def _iso_cts(deltas: Sequence[Tensor], workers: _Workers, common_space_fraction: float) -> Tensor:
     m, n = deltas[0].shape
     r, num_workers = min(m, n), len(deltas)
-    num_own = round((r - int(r * common_space_fraction)) / num_workers) * num_workers
-    num_own -= num_workers * (num_own > r)  # rounded up beyond what there is
-    num_common, num_each = r - num_own, num_own // num_workers
+    num_common, num_each = iso_cts_spaces(r, num_workers, common_space_fraction)
+    num_own = num_workers * num_each
 
     mean = _mean(deltas, workers)
     svd = thin_svd(mean[None])
@@ -250,6 +249,14 @@ def _iso_cts(deltas: Sequence[Tensor], workers: _Workers, common_space_fraction:
         V[..., own].masked_fill_(is_noise, 0)
     U[..., num_own:], sigma[..., num_own:], V[..., num_own:] = common_U, common_sigma, common_V
     return sigma.mean() * (_orthogonal(U) @ _orthogonal(V).mT)[0]
+
+
+def iso_cts_spaces(r: int, num_workers: int, common_space_fraction: float) -> tuple[int, int]:
+    """How many of the r directions of Iso-CTS are common, and how many are each worker's own."""
+    num_each = round((r - int(r * common_space_fraction)) / num_workers)
+    if num_each * num_workers > r:  # rounded up beyond what there is
+        num_each -= 1
+    return r - num_each * num_workers, num_each
 
 
 def _tsv_m(deltas: Sequence[Tensor], workers: _Workers, singular_ratio: float | None, decorrelate: bool) -> Tensor:

@@ -15,6 +15,7 @@ Triple = tuple[float, float, float]
 
 MIN_SIZE = 257  # of the smaller dim: what its symmetric kernels are made for
 CAPABILITIES = (9, 10)  # Hopper, Blackwell
+MAX_GROWTH = 50  # before a restart: for five steps one, after two or three, as the package itself has it for fp16
 
 
 def can_be_used(matrix: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Make a matrix isotropic: keep its singular directions, give all of them the same length (IsoLoCo, Algorithm 2)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -122,7 +123,7 @@ def make_isotropic(
     result = matrix if overwrite else matrix.clone(memory_format=torch.contiguous_format)
 
     leading = matrix.shape[:-2] if split_sizes is None else (*matrix.shape[:-2], len(rows))
-    ranks = [torch.zeros(2, 0, len(rows), device=matrix.device)]  # (2, B, blocks) of each part of the batch
+    ranks = []  # (2, B, blocks) of each part of the batch
     for part in independent(result):
         of_blocks = [
             _make_isotropic_in_place(block, orthogonalizer, scale, clip, coefficients, with_stable_rank)
@@ -131,6 +132,8 @@ def make_isotropic(
         ranks.append(torch.stack(of_blocks, dim=-1))
     if not with_stable_rank:
         return Isotropic(result, None, None)
+    if not ranks:
+        ranks = [torch.zeros(2, math.prod(matrix.shape[:-2]), len(rows), device=matrix.device)]
     before, after = torch.cat(ranks, dim=1).view(2, *leading)
     return Isotropic(result, before, after)
 

@@ -6,6 +6,7 @@ and applies what comes out to the matrix. They compute the same polynomials; see
 
 import functools
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -183,7 +184,7 @@ def orthogonalize(
     device = unit.device.type
     kernels = None
     if dtype is None and unit.dtype != torch.float64 and gram_kernels.can_be_used(unit):
-        kernels = gram_kernels.gram_kernels(segments(triples))
+        kernels = gram_kernels.gram_kernels(segments(triples, gram_kernels.MAX_GROWTH))
     if dtype is None:
         dtype = unit.dtype if device == "cpu" or unit.dtype == torch.float64 else torch.bfloat16
 
@@ -196,7 +197,7 @@ def orthogonalize(
         before = stable_rank_of_matrix(unit) if with_stable_ranks else None
         if kernels is not None:
             _log_once(f"Newton–Schulz of long matrices: kernels of gram-newton-schulz in torch.float16 on {device}")
-            made = kernels(unit)
+            made = kernels(unit.contiguous())
         else:
             _log_once(f"Newton–Schulz: plain form in {dtype} on {device}")
             is_wanted = with_inner_product and dtype == unit.dtype
@@ -270,13 +271,13 @@ def gram_form(
     return Orthogonalized(made, inner, ranks)
 
 
-def segments(triples: Sequence[Triple]) -> tuple[tuple[Triple, ...], ...]:
-    """Cut the triples where the Gram matrix has to be computed anew: before growth exceeds ``GRAM_MAX_GROWTH``."""
+def segments(triples: Sequence[Triple], max_growth: float = GRAM_MAX_GROWTH) -> tuple[tuple[Triple, ...], ...]:
+    """Cut the triples where the Gram matrix has to be computed anew, before growth exceeds ``max_growth``."""
     cut: list[list[Triple]] = []
-    growth = float("inf")
+    growth = math.inf
     for triple in triples:
         growth *= triple[0]
-        if growth > GRAM_MAX_GROWTH:
+        if growth > max_growth:
             cut.append([])
             growth = triple[0]
         cut[-1].append(triple)

@@ -1,6 +1,7 @@
 """Norms and singular values of batches of matrices: right for every size of their entries, sparing with memory.
 
-Functions on (B, m, n) take matrices that :func:`unit_scaled` has made; they are meant for :func:`exact_matmuls`.
+Functions on (B, m, n) take matrices that :func:`unit_scaled` has made; they are meant for
+:func:`~isoloco.exact_matmuls.exact_matmuls`.
 """
 
 from collections.abc import Callable
@@ -8,8 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from isoloco.exact_matmuls import exact_matmuls
 
 # A matrix this many times longer than wide is made square by a QR decomposition before its SVD. LAPACK does the same
 # inside; done here it needs one matrix-sized tensor instead of two.
@@ -166,16 +165,3 @@ def stable_rank_of_matrix(matrix: Tensor) -> Tensor:
     """‖M‖_F² / σ_1² (B,) of (B, m, n) matrices by :func:`stable_rank_of_gram`."""
     X = short_by_long(matrix)
     return stable_rank_of_gram(lambda v: X @ (X.mT @ v), frobenius_norm(matrix), X.size(-2))
-
-
-@torch.no_grad()
-def stable_rank(matrix: Tensor) -> float:
-    """``‖M‖_F² / σ_1²`` of one matrix (m, n): 1 for rank one, min(m, n) for an isotropic matrix, 0 for zeros.
-
-    As exact as :func:`stable_rank_of_gram`. Raises ValueError for other shapes and for "non-finite" input.
-    """
-    if matrix.dim() != 2:
-        raise ValueError(f"expected one matrix (m, n), got shape {tuple(matrix.shape)}")
-    unit, _ = unit_scaled(matrix)
-    with exact_matmuls(matrix.device):
-        return stable_rank_of_matrix(unit[None]).item()
