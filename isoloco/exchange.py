@@ -88,11 +88,12 @@ class Exchange:
         """
         if len(self._local) == len(self._spans):
             return  # what lives in one process is in the same tensors already
+        dtype = next(iter(tensors.values())).dtype
         for row_spans in self._rows():
             parts = [
                 torch.cat([tensors[span.index][span.start : span.stop] for span in row_spans[position]])
                 if row_spans[position]
-                else torch.empty(0)
+                else torch.empty(0, dtype=dtype)
                 for position in self._local
             ]
             sizes = [num_elements(spans) for spans in row_spans]

@@ -48,7 +48,7 @@ class RoundReport:
     ``registered`` counts the groups the run is configured for (or more, if more came), ``alive`` those at the
     meeting, ``participants`` those whose pseudo-gradient counted. ``seconds``: quorum, exchange, orthogonalize, apply,
     wait, heal. ``loss``: mean over the participants' tokens of this round; ``tokens``: how many these were.
-    ``pseudo_gradient_norm`` and ``cosine`` (of one's own to the mean): per local replica id.
+    ``pseudo_gradient_norm`` and, of those that counted, ``cosine`` (of one's own to the mean): per local replica id.
     ``stable_rank``: (before, after) correction, the median over matrices. ``ledger``: rows to keep.
     ``missed``: the records of the rounds that this group was healed over; if its own files tell of a round with such a
     number, or of a later one, these rows belong to no history any more. ``reset_inner``: replica ids whose inner
@@ -363,17 +363,20 @@ class OuterRound:
         if any(weights.values()):
             replica_ids = [m.replica_id for m in members]
             try:
-                staged.stable_ranks = self._pseudo_gradients.combine(
+                combined = self._pseudo_gradients.combine(
                     replica_ids,
                     [weights[replica_id] for replica_id in replica_ids],
                     local,
                     round_number=self.round + 1,
                     seconds=seconds,
                 )
-                cosines = self._pseudo_gradients.cosines(norms)
             except NonFiniteError as error:
                 raise NonFiniteError(f"round {self.round + 1}: {error}") from error
-            staged.cosines = dict(zip(self.fleet.local_replica_ids, cosines, strict=True))
+            staged.stable_ranks = combined.stable_ranks
+            for replica_id, product, norm in zip(self.fleet.local_replica_ids, combined.products, norms, strict=True):
+                if weights[replica_id] > 0:
+                    lengths = norm * combined.norm
+                    staged.cosines[replica_id] = product / lengths if lengths > 0 else 0.0
         if staged.healed is not None:  # only now: who leaves the exchange early breaks it for the others
             donor = staged.healed.donor
             self._check_received(staged.healed, next(m.digest for m in members if m.replica_id == donor))

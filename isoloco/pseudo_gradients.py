@@ -6,6 +6,7 @@ The reference parameters θ and all that is computed here live on the host; the 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
@@ -14,13 +15,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoloco.aggregate import Aggregation
-from isoloco.buckets import Span
+from isoloco.buckets import Span, whole_spans
 from isoloco.digest import counted_here
 from isoloco.exchange import Exchange, owned_spans, share_out
-from isoloco.fleet import Fleet, sum_in_order, together
+from isoloco.fleet import Fleet, together
 from isoloco.local_part import chunks, local_part, with_local_part
 from isoloco.outer_optimizer import NonFiniteError, OuterOptimizer
 from isoloco.whole_matrix import Job
+
+
+@dataclass(frozen=True)
+class Combined:
+    """What is known of Δ̄, the average before its correction; the same in all groups."""
+
+    norm: float
+    products: list[float]
+    """⟨Δᵢ, Δ̄⟩ of the local replicas; 0 for one that does not count."""
+    stable_ranks: list[tuple[float, float]]
+    """Of every corrected matrix, before and after."""
 
 
 class PseudoGradients:
@@ -67,24 +79,6 @@ class PseudoGradients:
                     squares[index] += (ours - theirs.to(ours)).double().square().sum()
         return self._sum_over_group(squares).sqrt().tolist()
 
-    def cosines(self, norms: Sequence[float]) -> list[float]:
-        """cos(Δᵢ, Δ̄) of every local replica, Δ̄ being in ``θ.grad``. Raises NonFiniteError if Δ̄ is not finite."""
-        sums = torch.zeros(1 + len(self._replicas), dtype=torch.float64)
-        for index, trained in enumerate(self._replicas):
-            for theta, theta_i in self._counted_once(trained):
-                assert theta.grad is not None
-                for ours, theirs, mean in chunks(local_part(theta), local_part(theta_i), local_part(theta.grad)):
-                    wide = mean.double()
-                    sums[1 + index] += (ours - theirs.to(ours)).double().mul_(wide).sum()
-                    sums[0] += wide.square().sum() if index == 0 else 0
-        square, *products = self._sum_over_group(sums).tolist()
-        if not math.isfinite(square):
-            raise NonFiniteError("the averaged pseudo-gradient is non-finite")
-        return [
-            product / (norm * math.sqrt(square)) if norm * square > 0 else 0.0
-            for product, norm in zip(products, norms, strict=True)
-        ]
-
     def combine(
         self,
         replica_ids: Sequence[int],  # of all members of the meeting, sorted
@@ -93,25 +87,24 @@ class PseudoGradients:
         *,
         round_number: int,
         seconds: dict[str, float],  # what "exchange" and "orthogonalize" take is added here
-    ) -> list[tuple[float, float]]:
+    ) -> "Combined":
         """Put Δ̄ of every tensor, corrected, into ``θ.grad``; for ``target="update"`` the updates into the optimizer.
 
-        Each tensor is summed and corrected by one of the members that count. Returns the stable rank before and after
-        of every corrected matrix, the same everywhere. If the result is not finite, :meth:`cosines` says so in all
-        groups. Raises FleetError, on all ranks of this group if on one.
+        Each tensor is summed and corrected by one of the members that count. Raises FleetError, on all ranks of this
+        group if on one, and NonFiniteError in all groups if Δ̄ is not finite.
         """
-        counted = [position for position, weight in enumerate(weights) if weight > 0]
-        whole, spans = self._share_out(counted, local, num_members=len(weights))
+        whole, spans = self._share_out([p for p, weight in enumerate(weights) if weight > 0], local, len(weights))
         gradients = {}
         for index, theta in enumerate(self._reference):
             theta.grad = with_local_part(theta, torch.zeros_like(local_part(theta)))
             gradients[index] = local_part(theta.grad).view(-1)
+        products = torch.zeros(1 + len(weights), dtype=torch.float64)  # of Δ̄ with itself and with every Δᵢ
 
         with _timed(seconds, "exchange"):
             summed = [[span for span in mine if span.index not in self._merged] for mine in spans]
-            together(self.fleet, partial(self._sum, self._exchange(summed, local), gradients, weights, local))
+            self._sum(self._exchange(summed, local), gradients, products, weights, local)
         if self._merged:
-            self._merge(replica_ids, weights, local, whole, round_number=round_number, seconds=seconds)
+            self._merge(replica_ids, weights, local, whole, products, round_number=round_number, seconds=seconds)
         if self._optimizer.target == "update":
             with _timed(seconds, "exchange"):  # momentum takes in Δ̄, whatever becomes of the update
                 together(self.fleet, partial(self._exchange(spans, local).from_owners, gradients))
@@ -123,13 +116,12 @@ class PseudoGradients:
                 gradients = dict(zip(sorted(self._corrected), (local_part(u).view(-1) for u in updates), strict=True))
                 spans = [[span for span in mine if span.index in self._corrected] for mine in spans]
             together(self.fleet, partial(self._exchange(spans, local).from_owners, gradients))
-            together(self.fleet, partial(self._share_stable_ranks, stable_ranks, whole, local))
-        return [(before, after) for before, after in stable_ranks.view(-1, 2).tolist()]
+            return self._share_findings(products, stable_ranks, whole, local)
 
     # ---- its parts ----
 
     def _share_out(
-        self, counted: Sequence[int], local: Sequence[int], *, num_members: int
+        self, counted: Sequence[int], local: Sequence[int], num_members: int
     ) -> tuple[list[list[int]], list[list[Span]]]:
         """What every member owns: numbers of the tensors that must be whole, and elements of this rank's parts."""
         # Members that share a process share θ.grad as well: one owner among them is enough.
@@ -146,30 +138,49 @@ class PseudoGradients:
     def _exchange(self, spans: Sequence[Sequence[Span]], local: Sequence[int]) -> Exchange:
         return Exchange(self.fleet, spans, local, bucket_bytes=self._bucket_bytes)
 
-    def _delta(self, replica: int, span: Span, out: Tensor) -> Tensor:
-        """Write Δᵢ of a span into ``out`` (elements,), fp32, and return it."""
+    def _contribute(
+        self, weights: Sequence[float], local: Sequence[int], replica: int, span: Span, out: Tensor
+    ) -> None:
+        """Write Δᵢ of a span into ``out`` (elements,), fp32."""
+        if weights[local[replica]] == 0:
+            out.zero_()  # never 0·Δᵢ, which may be NaN
+            return
         theta = local_part(self._reference[span.index]).view(-1)[span.start : span.stop]
         theta_i = local_part(self._replicas[replica][span.index]).reshape(-1)[span.start : span.stop]
-        return torch.sub(theta, theta_i.to(theta), out=out)
+        torch.sub(theta, theta_i.to(theta), out=out)
+
+    def _mean(self, parts: Sequence[Tensor], weights: Sequence[float], products: Tensor, index: int) -> Tensor:
+        """Σ wᵢ Δᵢ / Σ wᵢ of a span of tensor ``index``, given Δᵢ of all members; its ``products`` are added up."""
+        # One after the other in replica order, and each product and sum rounded by itself: the same bits everywhere.
+        mean: Tensor | None = None
+        for part, weight in zip(parts, weights, strict=True):
+            if weight > 0:
+                mean = part.mul(weight) if mean is None else mean.add_(part.mul(weight))
+        assert mean is not None
+        mean.div_(sum(weights))
+        if counted_here(self._reference[index], self._group):
+            for wide, *deltas in chunks(mean, *parts):
+                wide = wide.double()
+                products[0] += wide.square().sum().cpu()
+                for member, delta in enumerate(deltas):
+                    products[1 + member] += delta.double().mul_(wide).sum().cpu()
+        return mean
 
     def _sum(
-        self, exchange: Exchange, gradients: Mapping[int, Tensor], weights: Sequence[float], local: Sequence[int]
+        self,
+        exchange: Exchange,
+        gradients: Mapping[int, Tensor],
+        products: Tensor,
+        weights: Sequence[float],
+        local: Sequence[int],
     ) -> None:
-        """Σ wᵢ Δᵢ / Σ wᵢ of the spans that are owned here, into ``gradients``."""
-        counted = [position for position, weight in enumerate(weights) if weight > 0]
-        total = sum(weights)
-
-        def contribute(replica: int, span: Span, out: Tensor) -> None:
-            if (weight := weights[local[replica]]) > 0:
-                self._delta(replica, span, out).mul_(weight)
-            else:
-                out.zero_()  # never 0·Δᵢ, which may be NaN
+        """Δ̄ of the spans that are owned here, into ``gradients``."""
 
         def take(span: Span, parts: Sequence[Tensor]) -> None:
-            mean = sum_in_order([parts[position] for position in counted]).div_(total)
+            mean = self._mean(parts, weights, products, span.index)
             gradients[span.index][span.start : span.stop].copy_(mean)
 
-        exchange.to_owners(contribute, take)
+        together(self.fleet, partial(exchange.to_owners, partial(self._contribute, weights, local), take))
 
     def _merge(
         self,
@@ -177,6 +188,7 @@ class PseudoGradients:
         weights: Sequence[float],
         local: Sequence[int],
         whole: Sequence[Sequence[int]],
+        products: Tensor,
         *,
         round_number: int,
         seconds: dict[str, float],
@@ -188,28 +200,16 @@ class PseudoGradients:
         counted = [position for position, weight in enumerate(weights) if weight > 0]
         merged = [[index for index in mine if index in self._merged] for mine in whole]
         num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
-
-        def contribute(replica: int, span: Span, out: Tensor) -> None:
-            if weights[local[replica]] > 0:
-                self._delta(replica, span, out)
-            else:
-                out.zero_()
-
+        sizes = [local_part(theta).numel() for theta in self._reference]
         for start in range(0, max(map(len, merged)), num_ranks):
             wave = [mine[start : start + num_ranks] for mine in merged]
             own = [index for position in local for index in wave[position]]
             deltas = {index: [torch.zeros_like(local_part(self._reference[index])) for _ in counted] for index in own}
 
             def take(span: Span, parts: Sequence[Tensor], deltas: dict[int, list[Tensor]] = deltas) -> None:
+                self._mean(parts, weights, products, span.index)
                 for delta, position in zip(deltas[span.index], counted, strict=True):
                     delta.view(-1)[span.start : span.stop].copy_(parts[position])
-
-            spans = [
-                [Span(index, 0, local_part(self._reference[index]).numel()) for index in indices] for indices in wave
-            ]
-            with _timed(seconds, "exchange"):
-                exchange = self._exchange(spans, local)
-                together(self.fleet, partial(exchange.to_owners, contribute, take))
 
             def merge(numbers: list[int], stacks: list[Tensor], own: list[int] = own) -> Tensor:
                 merged_tensors = [
@@ -224,6 +224,9 @@ class PseudoGradients:
                 ]
                 return torch.stack(merged_tensors)
 
+            with _timed(seconds, "exchange"):
+                exchange = self._exchange([whole_spans(sizes, indices) for indices in wave], local)
+                together(self.fleet, partial(exchange.to_owners, partial(self._contribute, weights, local), take))
             with _timed(seconds, "orthogonalize"):
                 jobs = []
                 for index in own:
@@ -233,24 +236,45 @@ class PseudoGradients:
                 self._optimizer.whole_matrices.apply(jobs, merge)
 
     def _correct(self, names: Sequence[str]) -> Tensor:
-        """Correct the matrices among ``names``. (2·matrices,): the stable ranks of those worked on in this group."""
+        """Correct the matrices among ``names``. (2·matrices,): the stable ranks of those worked on on this rank."""
         order = sorted(self._corrected)
-        stable_ranks = torch.zeros(2 * len(order))
+        stable_ranks = torch.zeros(2 * len(order), dtype=torch.float64)
         try:
             worked_on = self._optimizer.correct(names)
         except NonFiniteError:
-            return stable_ranks  # the others must see it, too: it goes back to them as it is
+            worked_on = {}  # the others must see it, too: it goes back to them as it is
         for name, pair in worked_on.items():
             place = order.index(self._names.index(name))
             stable_ranks[2 * place : 2 * place + 2] = torch.tensor(pair)
-        return self._sum_over_group(stable_ranks)
+        return stable_ranks
 
-    def _share_stable_ranks(self, stable_ranks: Tensor, whole: Sequence[Sequence[int]], local: Sequence[int]) -> None:
-        """Fill in the stable ranks of the matrices that other members own."""
+    def _share_findings(
+        self, products: Tensor, stable_ranks: Tensor, whole: Sequence[Sequence[int]], local: Sequence[int]
+    ) -> "Combined":
+        """Add up what the owners have found out about their tensors. Raises FleetError and NonFiniteError."""
+        num_members = len(whole)
         order = sorted(self._corrected)
-        places = [[order.index(index) for index in mine if index in self._corrected] for mine in whole]
-        spans = [[Span(0, 2 * place, 2 * place + 2) for place in mine] for mine in places]
-        self._exchange(spans, local).from_owners({0: stable_ranks})
+        # One row: the stable ranks of all matrices, and of every member its products.
+        findings = torch.cat((stable_ranks, torch.zeros(num_members * len(products), dtype=torch.float64)))
+        by_member = findings[len(stable_ranks) :].view(num_members, -1)
+        by_member[local[0]] = products
+        self._sum_over_group(findings)
+        spans = []
+        for position, mine in enumerate(whole):
+            places = [order.index(index) for index in mine if index in self._corrected]
+            offset = len(stable_ranks) + position * len(products)
+            spans.append([Span(0, 2 * place, 2 * place + 2) for place in places])
+            spans[-1].append(Span(0, offset, offset + len(products)))
+        together(self.fleet, partial(self._exchange(spans, local).from_owners, {0: findings}))
+
+        square, *with_deltas = by_member.sum(0).tolist()
+        if not math.isfinite(square):
+            raise NonFiniteError("the averaged pseudo-gradient is non-finite")
+        return Combined(
+            products=[with_deltas[position] for position in local],
+            norm=math.sqrt(square),
+            stable_ranks=[(before, after) for before, after in findings[: len(stable_ranks)].view(-1, 2).tolist()],
+        )
 
     def _counted_once(self, trained: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """(θ, θᵢ) of the tensors that this rank counts in a sum over its group."""

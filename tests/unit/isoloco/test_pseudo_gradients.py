@@ -47,7 +47,8 @@ class Result:
     updates: Named
     num_matrices: int
     stable_ranks: list[tuple[float, float]]
-    cosines: list[float]
+    norm: float
+    products: list[float]
     norms: list[float]
 
 
@@ -70,7 +71,7 @@ def combine(
     )
     norms = pseudo_gradients.norms()
     ids = [10 * position for position in range(len(weights))]
-    stable_ranks = pseudo_gradients.combine(
+    combined = pseudo_gradients.combine(
         ids, weights, local, round_number=1, seconds={"exchange": 0.0, "orthogonalize": 0.0}
     )
     gradients = {name: parameter.grad for name, parameter in theta.items() if parameter.grad is not None}
@@ -79,8 +80,9 @@ def combine(
         gradients,
         updates,
         optimizer.whole_matrices.num_matrices,
-        stable_ranks,
-        pseudo_gradients.cosines(norms),
+        combined.stable_ranks,
+        combined.norm,
+        combined.products,
         norms,
     )
 
@@ -189,11 +191,9 @@ def test_a_mean_that_is_not_finite_is_seen_by_all() -> None:
             group=None,
             bucket_bytes=99,
         )
-        pseudo_gradients.combine(
-            [0, 1], [1.0, 1.0], [position], round_number=1, seconds={"exchange": 0.0, "orthogonalize": 0.0}
-        )
+        seconds = {"exchange": 0.0, "orthogonalize": 0.0}
         with pytest.raises(NonFiniteError, match="non-finite"):
-            pseudo_gradients.cosines([1.0])
+            pseudo_gradients.combine([0, 1], [1.0, 1.0], [position], round_number=1, seconds=seconds)
         fleet.vote(False)
         return "seen"
 
@@ -203,13 +203,18 @@ def test_a_mean_that_is_not_finite_is_seen_by_all() -> None:
     assert list(seen.values()) == ["seen", "seen"]
 
 
-def test_norms_and_cosines_are_those_of_whole_vectors() -> None:
-    result = in_one_process((1.0, 1.0, 1.0))
-    combined = torch.cat([result.gradients[name].flatten() for name in SHAPES]).double()
-    for member in range(3):
+@pytest.mark.parametrize("aggregation", [MEAN, Aggregation("ties")])
+def test_what_is_reported_of_the_mean_is_of_the_mean_before_any_correction(aggregation: Aggregation) -> None:
+    weights = (1.0, 0.0, 2.0)
+    results = by_threads(weights, aggregation=aggregation)
+    mean = torch.cat([weighted_mean(weights, name).flatten() for name in SHAPES]).double()
+    for member, result in enumerate(results):
         own = torch.cat([delta(member, name).flatten() for name in SHAPES]).double()
-        assert result.norms[member] == pytest.approx(own.norm().item())
-        assert result.cosines[member] == pytest.approx((own @ combined / own.norm() / combined.norm()).item())
+        assert result.norm == pytest.approx(mean.norm().item())
+        assert result.norms == pytest.approx([own.norm().item()])
+        assert result.products == pytest.approx([(own @ mean).item() if weights[member] > 0 else 0.0])
+    whole = in_one_process(weights, aggregation=aggregation)
+    assert whole.products == pytest.approx([result.products[0] for result in results])
 
 
 def test_stable_ranks_are_of_every_matrix_before_and_after() -> None:

@@ -44,7 +44,7 @@ def round_of(num_replicas: int, **options: Any) -> tuple[PseudoGradients, Callab
         ids = range(num_replicas)
         seconds = {"exchange": 0.0, "orthogonalize": 0.0}
         pseudo_gradients.combine(ids, [1.0] * num_replicas, ids, round_number=1, seconds=seconds)
-        pseudo_gradients.cosines(pseudo_gradients.norms())
+        pseudo_gradients.norms()
 
     return pseudo_gradients, combine, optimizer
 
