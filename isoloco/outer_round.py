@@ -34,7 +34,7 @@ from isoloco.fleet import Fleet, FleetError, same_in_group, together
 from isoloco.ledger import Ledger
 from isoloco.local_part import local_part, with_local_part
 from isoloco.outer_optimizer import NonFiniteError, OuterOptimizer
-from isoloco.pseudo_gradients import PseudoGradients
+from isoloco.pseudo_gradients import Members, PseudoGradients
 
 logger = logging.getLogger("isoloco")
 
@@ -361,15 +361,9 @@ class OuterRound:
         with _timed(seconds, "heal"):
             staged.healed = together(self.fleet, lambda: self._heal(donor_of))
         if any(weights.values()):
-            replica_ids = [m.replica_id for m in members]
+            attending = Members([m.replica_id for m in members], [weights[m.replica_id] for m in members], local)
             try:
-                combined = self._pseudo_gradients.combine(
-                    replica_ids,
-                    [weights[replica_id] for replica_id in replica_ids],
-                    local,
-                    round_number=self.round + 1,
-                    seconds=seconds,
-                )
+                combined = self._pseudo_gradients.combine(attending, round_number=self.round + 1, seconds=seconds)
             except NonFiniteError as error:
                 raise NonFiniteError(f"round {self.round + 1}: {error}") from error
             staged.stable_ranks = combined.stable_ranks

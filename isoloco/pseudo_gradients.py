@@ -25,6 +25,22 @@ from isoloco.whole_matrix import Job
 
 
 @dataclass(frozen=True)
+class Members:
+    """The replicas that came to a meeting, sorted by id."""
+
+    replica_ids: Sequence[int]
+    weights: Sequence[float]
+    """0 for those that do not count."""
+    local: Sequence[int]
+    """Positions of those that live here."""
+
+    @property
+    def counted(self) -> list[int]:
+        """Positions of those that count."""
+        return [position for position, weight in enumerate(self.weights) if weight > 0]
+
+
+@dataclass(frozen=True)
 class Combined:
     """What is known of Δ̄, the average before its correction; the same in all groups."""
 
@@ -77,87 +93,81 @@ class PseudoGradients:
             for theta, theta_i in self._counted_once(trained):
                 for ours, theirs in chunks(local_part(theta), local_part(theta_i)):
                     squares[index] += (ours - theirs.to(ours)).double().square().sum()
-        return self._sum_over_group(squares).sqrt().tolist()
+        return self._reduce(squares, dist.ReduceOp.SUM).sqrt().tolist()
 
     def combine(
         self,
-        replica_ids: Sequence[int],  # of all members of the meeting, sorted
-        weights: Sequence[float],  # of the members, 0 for those that do not count
-        local: Sequence[int],  # positions of the members that live here
+        members: Members,
         *,
         round_number: int,
         seconds: dict[str, float],  # what "exchange" and "orthogonalize" take is added here
-    ) -> "Combined":
+    ) -> Combined:
         """Put Δ̄ of every tensor, corrected, into ``θ.grad``; for ``target="update"`` the updates into the optimizer.
 
         Each tensor is summed and corrected by one of the members that count. Raises FleetError, on all ranks of this
         group if on one, and NonFiniteError in all groups if Δ̄ is not finite.
         """
-        whole, spans = self._share_out([p for p, weight in enumerate(weights) if weight > 0], local, len(weights))
+        whole, spans = self._share_out(members)
         gradients = {}
         for index, theta in enumerate(self._reference):
             theta.grad = with_local_part(theta, torch.zeros_like(local_part(theta)))
             gradients[index] = local_part(theta.grad).view(-1)
-        products = torch.zeros(1 + len(weights), dtype=torch.float64)  # of Δ̄ with itself and with every Δᵢ
+        products = torch.zeros(1 + len(members.weights), dtype=torch.float64)  # of Δ̄ with itself and with every Δᵢ
 
         with _timed(seconds, "exchange"):
             summed = [[span for span in mine if span.index not in self._merged] for mine in spans]
-            self._sum(self._exchange(summed, local), gradients, products, weights, local)
+            self._sum(members, summed, gradients, products)
         if self._merged:
-            self._merge(replica_ids, weights, local, whole, products, round_number=round_number, seconds=seconds)
+            self._merge(members, whole, products, round_number=round_number, seconds=seconds)
         if self._optimizer.target == "update":
             with _timed(seconds, "exchange"):  # momentum takes in Δ̄, whatever becomes of the update
-                together(self.fleet, partial(self._exchange(spans, local).from_owners, gradients))
+                together(self.fleet, partial(self._exchange(members, spans).from_owners, gradients))
         with _timed(seconds, "orthogonalize"):
-            stable_ranks = self._correct([self._names[index] for position in local for index in whole[position]])
+            own = [self._names[index] for position in members.local for index in whole[position]]
+            stable_ranks = self._correct(own)
         with _timed(seconds, "exchange"):
             if self._optimizer.target == "update":
                 updates = self._optimizer.updates([self._names[index] for index in sorted(self._corrected)])
                 gradients = dict(zip(sorted(self._corrected), (local_part(u).view(-1) for u in updates), strict=True))
                 spans = [[span for span in mine if span.index in self._corrected] for mine in spans]
-            together(self.fleet, partial(self._exchange(spans, local).from_owners, gradients))
-            return self._share_findings(products, stable_ranks, whole, local)
+            together(self.fleet, partial(self._exchange(members, spans).from_owners, gradients))
+            return self._share_findings(members, products, stable_ranks, whole)
 
     # ---- its parts ----
 
-    def _share_out(
-        self, counted: Sequence[int], local: Sequence[int], num_members: int
-    ) -> tuple[list[list[int]], list[list[Span]]]:
+    def _share_out(self, members: Members) -> tuple[list[list[int]], list[list[Span]]]:
         """What every member owns: numbers of the tensors that must be whole, and elements of this rank's parts."""
         # Members that share a process share θ.grad as well: one owner among them is enough.
-        owners = counted if len(local) == 1 else counted[:1]
+        owners = members.counted if len(members.local) == 1 else members.counted[:1]
         shapes = [theta.shape for theta in self._reference]
         sizes = [local_part(theta).numel() for theta in self._reference]
         shares = share_out(shapes, sorted(self._corrected | self._merged), len(owners))
-        whole: list[list[int]] = [[] for _ in range(num_members)]
-        spans: list[list[Span]] = [[] for _ in range(num_members)]
+        whole: list[list[int]] = [[] for _ in members.weights]
+        spans: list[list[Span]] = [[] for _ in members.weights]
         for owner, mine, elements in zip(owners, shares, owned_spans(sizes, shares), strict=True):
             whole[owner], spans[owner] = mine, elements
         return whole, spans
 
-    def _exchange(self, spans: Sequence[Sequence[Span]], local: Sequence[int]) -> Exchange:
-        return Exchange(self.fleet, spans, local, bucket_bytes=self._bucket_bytes)
+    def _exchange(self, members: Members, spans: Sequence[Sequence[Span]]) -> Exchange:
+        return Exchange(self.fleet, spans, members.local, bucket_bytes=self._bucket_bytes)
 
-    def _contribute(
-        self, weights: Sequence[float], local: Sequence[int], replica: int, span: Span, out: Tensor
-    ) -> None:
+    def _contribute(self, members: Members, replica: int, span: Span, out: Tensor) -> None:
         """Write Δᵢ of a span into ``out`` (elements,), fp32."""
-        if weights[local[replica]] == 0:
+        if members.weights[members.local[replica]] == 0:
             out.zero_()  # never 0·Δᵢ, which may be NaN
             return
         theta = local_part(self._reference[span.index]).view(-1)[span.start : span.stop]
         theta_i = local_part(self._replicas[replica][span.index]).reshape(-1)[span.start : span.stop]
         torch.sub(theta, theta_i.to(theta), out=out)
 
-    def _mean(self, parts: Sequence[Tensor], weights: Sequence[float], products: Tensor, index: int) -> Tensor:
+    def _mean(self, members: Members, parts: Sequence[Tensor], products: Tensor, index: int) -> Tensor:
         """Σ wᵢ Δᵢ / Σ wᵢ of a span of tensor ``index``, given Δᵢ of all members; its ``products`` are added up."""
         # One after the other in replica order, and each product and sum rounded by itself: the same bits everywhere.
-        mean: Tensor | None = None
-        for part, weight in zip(parts, weights, strict=True):
-            if weight > 0:
-                mean = part.mul(weight) if mean is None else mean.add_(part.mul(weight))
-        assert mean is not None
-        mean.div_(sum(weights))
+        first, *others = members.counted
+        mean = parts[first].mul(members.weights[first])
+        for position in others:
+            mean.add_(parts[position].mul(members.weights[position]))
+        mean.div_(sum(members.weights))
         if counted_here(self._reference[index], self._group):
             for wide, *deltas in chunks(mean, *parts):
                 wide = wide.double()
@@ -167,26 +177,20 @@ class PseudoGradients:
         return mean
 
     def _sum(
-        self,
-        exchange: Exchange,
-        gradients: Mapping[int, Tensor],
-        products: Tensor,
-        weights: Sequence[float],
-        local: Sequence[int],
+        self, members: Members, spans: Sequence[Sequence[Span]], gradients: Mapping[int, Tensor], products: Tensor
     ) -> None:
         """Δ̄ of the spans that are owned here, into ``gradients``."""
 
         def take(span: Span, parts: Sequence[Tensor]) -> None:
-            mean = self._mean(parts, weights, products, span.index)
+            mean = self._mean(members, parts, products, span.index)
             gradients[span.index][span.start : span.stop].copy_(mean)
 
-        together(self.fleet, partial(exchange.to_owners, partial(self._contribute, weights, local), take))
+        exchange = self._exchange(members, spans)
+        together(self.fleet, partial(exchange.to_owners, partial(self._contribute, members), take))
 
     def _merge(
         self,
-        replica_ids: Sequence[int],
-        weights: Sequence[float],
-        local: Sequence[int],
+        members: Members,
         whole: Sequence[Sequence[int]],
         products: Tensor,
         *,
@@ -197,17 +201,17 @@ class PseudoGradients:
 
         As many tensors at a time as each owner has ranks: no rank ever holds more than one tensor of every member.
         """
-        counted = [position for position, weight in enumerate(weights) if weight > 0]
+        counted = members.counted
         merged = [[index for index in mine if index in self._merged] for mine in whole]
         num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
         sizes = [local_part(theta).numel() for theta in self._reference]
         for start in range(0, max(map(len, merged)), num_ranks):
             wave = [mine[start : start + num_ranks] for mine in merged]
-            own = [index for position in local for index in wave[position]]
+            own = [index for position in members.local for index in wave[position]]
             deltas = {index: [torch.zeros_like(local_part(self._reference[index])) for _ in counted] for index in own}
 
             def take(span: Span, parts: Sequence[Tensor], deltas: dict[int, list[Tensor]] = deltas) -> None:
-                self._mean(parts, weights, products, span.index)
+                self._mean(members, parts, products, span.index)
                 for delta, position in zip(deltas[span.index], counted, strict=True):
                     delta.view(-1)[span.start : span.stop].copy_(parts[position])
 
@@ -215,8 +219,8 @@ class PseudoGradients:
                 merged_tensors = [
                     self._aggregation.merge(
                         [stack[place] for stack in stacks],
-                        weights=[weights[position] for position in counted],
-                        replica_ids=[replica_ids[position] for position in counted],
+                        weights=[members.weights[position] for position in counted],
+                        replica_ids=[members.replica_ids[position] for position in counted],
                         name=self._names[own[number]],
                         round_number=round_number,
                     )
@@ -225,8 +229,8 @@ class PseudoGradients:
                 return torch.stack(merged_tensors)
 
             with _timed(seconds, "exchange"):
-                exchange = self._exchange([whole_spans(sizes, indices) for indices in wave], local)
-                together(self.fleet, partial(exchange.to_owners, partial(self._contribute, weights, local), take))
+                exchange = self._exchange(members, [whole_spans(sizes, indices) for indices in wave])
+                together(self.fleet, partial(exchange.to_owners, partial(self._contribute, members), take))
             with _timed(seconds, "orthogonalize"):
                 jobs = []
                 for index in own:
@@ -236,7 +240,7 @@ class PseudoGradients:
                 self._optimizer.whole_matrices.apply(jobs, merge)
 
     def _correct(self, names: Sequence[str]) -> Tensor:
-        """Correct the matrices among ``names``. (2·matrices,): the stable ranks of those worked on on this rank."""
+        """Correct the matrices among ``names``. (2·matrices,): the stable ranks of those worked on in this group."""
         order = sorted(self._corrected)
         stable_ranks = torch.zeros(2 * len(order), dtype=torch.float64)
         try:
@@ -246,32 +250,31 @@ class PseudoGradients:
         for name, pair in worked_on.items():
             place = order.index(self._names.index(name))
             stable_ranks[2 * place : 2 * place + 2] = torch.tensor(pair)
-        return stable_ranks
+        # Not the sum: a plain tensor is worked on by every rank.
+        return self._reduce(stable_ranks, dist.ReduceOp.MAX)
 
     def _share_findings(
-        self, products: Tensor, stable_ranks: Tensor, whole: Sequence[Sequence[int]], local: Sequence[int]
-    ) -> "Combined":
+        self, members: Members, products: Tensor, stable_ranks: Tensor, whole: Sequence[Sequence[int]]
+    ) -> Combined:
         """Add up what the owners have found out about their tensors. Raises FleetError and NonFiniteError."""
-        num_members = len(whole)
         order = sorted(self._corrected)
         # One row: the stable ranks of all matrices, and of every member its products.
-        findings = torch.cat((stable_ranks, torch.zeros(num_members * len(products), dtype=torch.float64)))
-        by_member = findings[len(stable_ranks) :].view(num_members, -1)
-        by_member[local[0]] = products
-        self._sum_over_group(findings)
+        findings = torch.cat((stable_ranks, torch.zeros(len(whole) * len(products), dtype=torch.float64)))
+        by_member = findings[len(stable_ranks) :].view(len(whole), -1)
+        by_member[members.local[0]] = self._reduce(products, dist.ReduceOp.SUM)
         spans = []
         for position, mine in enumerate(whole):
             places = [order.index(index) for index in mine if index in self._corrected]
             offset = len(stable_ranks) + position * len(products)
             spans.append([Span(0, 2 * place, 2 * place + 2) for place in places])
             spans[-1].append(Span(0, offset, offset + len(products)))
-        together(self.fleet, partial(self._exchange(spans, local).from_owners, {0: findings}))
+        together(self.fleet, partial(self._exchange(members, spans).from_owners, {0: findings}))
 
         square, *with_deltas = by_member.sum(0).tolist()
         if not math.isfinite(square):
             raise NonFiniteError("the averaged pseudo-gradient is non-finite")
         return Combined(
-            products=[with_deltas[position] for position in local],
+            products=[with_deltas[position] for position in members.local],
             norm=math.sqrt(square),
             stable_ranks=[(before, after) for before, after in findings[: len(stable_ranks)].view(-1, 2).tolist()],
         )
@@ -282,9 +285,10 @@ class PseudoGradients:
             if counted_here(theta, self._group):
                 yield theta, theta_i
 
-    def _sum_over_group(self, values: Tensor) -> Tensor:
+    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        """Over the ranks of this group, in place."""
         if self._group is not None:
-            dist.all_reduce(values, group=self._group)
+            dist.all_reduce(values, operation, group=self._group)
         return values
 
 

@@ -11,7 +11,7 @@ from isoloco.aggregate import MEAN, Aggregation
 from isoloco.fleet import VirtualFleet
 from isoloco.isotropic import isotropic
 from isoloco.outer_optimizer import NonFiniteError, OuterOptimizer
-from isoloco.pseudo_gradients import PseudoGradients
+from isoloco.pseudo_gradients import Members, PseudoGradients
 from tests.unit.isoloco.thread_fleet import Network, ThreadFleet, run_threads
 
 SHAPES = {"embedding": (30, 8), "up": (12, 8), "gain": (8,), "down": (8, 12), "square": (8, 8), "bias": (5,)}
@@ -71,9 +71,8 @@ def combine(
     )
     norms = pseudo_gradients.norms()
     ids = [10 * position for position in range(len(weights))]
-    combined = pseudo_gradients.combine(
-        ids, weights, local, round_number=1, seconds={"exchange": 0.0, "orthogonalize": 0.0}
-    )
+    seconds = {"exchange": 0.0, "orthogonalize": 0.0}
+    combined = pseudo_gradients.combine(Members(ids, weights, local), round_number=1, seconds=seconds)
     gradients = {name: parameter.grad for name, parameter in theta.items() if parameter.grad is not None}
     updates = dict(zip(MATRICES, optimizer.updates(MATRICES), strict=True)) if optimizer.target == "update" else {}
     return Result(
@@ -193,7 +192,7 @@ def test_a_mean_that_is_not_finite_is_seen_by_all() -> None:
         )
         seconds = {"exchange": 0.0, "orthogonalize": 0.0}
         with pytest.raises(NonFiniteError, match="non-finite"):
-            pseudo_gradients.combine([0, 1], [1.0, 1.0], [position], round_number=1, seconds=seconds)
+            pseudo_gradients.combine(Members([0, 1], [1.0, 1.0], [position]), round_number=1, seconds=seconds)
         fleet.vote(False)
         return "seen"
 

@@ -9,7 +9,7 @@ import torch
 from isoloco.aggregate import MEAN
 from isoloco.fleet import VirtualFleet
 from isoloco.outer_optimizer import OuterOptimizer
-from isoloco.pseudo_gradients import PseudoGradients
+from isoloco.pseudo_gradients import Members, PseudoGradients
 
 SHAPES = {"embedding": (4096, 256), **{f"layer{i}": (512, 256) for i in range(8)}, "gain": (4096,)}
 BUCKET = 4 * 2**20
@@ -43,7 +43,7 @@ def round_of(num_replicas: int, **options: Any) -> tuple[PseudoGradients, Callab
     def combine() -> None:
         ids = range(num_replicas)
         seconds = {"exchange": 0.0, "orthogonalize": 0.0}
-        pseudo_gradients.combine(ids, [1.0] * num_replicas, ids, round_number=1, seconds=seconds)
+        pseudo_gradients.combine(Members(ids, [1.0] * num_replicas, ids), round_number=1, seconds=seconds)
         pseudo_gradients.norms()
 
     return pseudo_gradients, combine, optimizer
