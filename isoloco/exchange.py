@@ -55,8 +55,9 @@ class Exchange:
         self._fleet = fleet
         self._spans = spans
         self._local = local
-        # An owner receives its part of a row from every member, so a row is as long as what arrives.
-        self._capacity = max(1, bucket_bytes // (2 * 4 * len(spans)))
+        # A row is as long as what arrives, because an owner receives its part of it from every member. A fleet may copy
+        # it into the order of its connections, and the owner needs room for what it makes of it: four rows in all.
+        self._capacity = max(1, bucket_bytes // (4 * 4 * len(spans)))
 
     def to_owners(
         self,
@@ -69,17 +70,26 @@ class Exchange:
         the host. ``take(span, parts)`` is given the numbers of all members, in replica order, for a span owned here.
         """
         for row_spans in self._rows():
-            sizes = [num_elements(spans) for spans in row_spans]
-            rows = []
-            for index in range(len(self._local)):
-                row = torch.empty(sum(sizes), dtype=torch.float32)
-                for span, part in _cut(row, list(chain(*row_spans))):
-                    contribute(index, span, part)
-                rows.append(row.to(self._fleet.device))
-            received = self._fleet.to_owners(rows, sizes).wait()
-            for position, parts in zip(self._local, received, strict=True):
-                for pieces in zip(*(_cut(part, row_spans[position]) for part in parts), strict=True):
-                    take(pieces[0][0], [piece for _, piece in pieces])
+            self._row_to_owners(row_spans, contribute, take)
+
+    def _row_to_owners(
+        self,
+        row_spans: Sequence[Sequence[Span]],
+        contribute: Callable[[int, Span, Tensor], None],
+        take: Callable[[Span, Sequence[Tensor]], None],
+    ) -> None:
+        # A function of its own, so that its buffers are gone before those of the next row are made.
+        sizes = [num_elements(spans) for spans in row_spans]
+        rows = []
+        for index in range(len(self._local)):
+            row = torch.empty(sum(sizes), dtype=torch.float32)
+            for span, part in _cut(row, list(chain(*row_spans))):
+                contribute(index, span, part)
+            rows.append(row.to(self._fleet.device))
+        received = self._fleet.to_owners(rows, sizes).wait()
+        for position, parts in zip(self._local, received, strict=True):
+            for pieces in zip(*(_cut(part, row_spans[position]) for part in parts), strict=True):
+                take(pieces[0][0], [piece for _, piece in pieces])
 
     def from_owners(self, tensors: Mapping[int, Tensor]) -> None:
         """Fill ``tensors`` (number -> flat, on the host) with what their owners have in theirs.
@@ -88,18 +98,21 @@ class Exchange:
         """
         if len(self._local) == len(self._spans):
             return  # what lives in one process is in the same tensors already
-        dtype = next(iter(tensors.values())).dtype
         for row_spans in self._rows():
-            parts = [
-                torch.cat([tensors[span.index][span.start : span.stop] for span in row_spans[position]])
-                if row_spans[position]
-                else torch.empty(0, dtype=dtype)
-                for position in self._local
-            ]
-            sizes = [num_elements(spans) for spans in row_spans]
-            row = self._fleet.from_owners([part.to(self._fleet.device) for part in parts], sizes).wait()[0]
-            for span, part in _cut(row, list(chain(*row_spans))):
-                tensors[span.index][span.start : span.stop].copy_(part)
+            self._row_from_owners(row_spans, tensors)
+
+    def _row_from_owners(self, row_spans: Sequence[Sequence[Span]], tensors: Mapping[int, Tensor]) -> None:
+        dtype = next(iter(tensors.values())).dtype
+        parts = [
+            torch.cat([tensors[span.index][span.start : span.stop] for span in row_spans[position]])
+            if row_spans[position]
+            else torch.empty(0, dtype=dtype)
+            for position in self._local
+        ]
+        sizes = [num_elements(spans) for spans in row_spans]
+        row = self._fleet.from_owners([part.to(self._fleet.device) for part in parts], sizes).wait()[0]
+        for span, part in _cut(row, list(chain(*row_spans))):
+            tensors[span.index][span.start : span.stop].copy_(part)
 
     def _rows(self) -> Iterator[list[list[Span]]]:
         """What travels at a time: a bucket of every owner's elements, so that all owners are busy alike."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.measured_runs import Run, interleaved, run_once
+from tools.benchmark.measured_runs import Run, interleaved, run_once
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")

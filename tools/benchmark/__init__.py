@@ -1,0 +1,1 @@
+"""What the programs tools/benchmark_*.py are made of."""
