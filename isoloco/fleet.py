@@ -120,6 +120,10 @@ class Fleet(Protocol):
         """Whether ``ok`` holds on every rank of the local replicas. A collective of the own group alone."""
         ...
 
+    def hang_up(self) -> None:
+        """Give up the connections of this meeting, so that whoever waits for this rank learns it at once."""
+        ...
+
     def vote(self, ok: bool) -> bool:
         """Whether the round may be applied: True only if every rank of every member said ok.
 
@@ -173,6 +177,9 @@ class VirtualFleet:
     def agree(self, ok: bool) -> bool:
         return agree_in_group(ok, self._group)
 
+    def hang_up(self) -> None:
+        pass
+
     def vote(self, ok: bool) -> bool:
         return self.agree(ok)
 
@@ -198,7 +205,8 @@ def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
 def together(fleet: Fleet, talk: Callable[[], T]) -> T:
     """Run something that talks to the other replicas; if it fails on one rank of this group, it fails on all of them.
 
-    So that no rank goes on to talk to a rank of its own group that has given up. Raises FleetError.
+    So that no rank goes on while one of its own group has given up, and none of another group waits for it. Raises
+    FleetError.
     """
     failure: FleetError | None = None
     try:
@@ -206,6 +214,7 @@ def together(fleet: Fleet, talk: Callable[[], T]) -> T:
     except FleetError as error:
         failure = error
     if not fleet.agree(failure is None) or failure is not None:
+        fleet.hang_up()
         raise failure or FleetError("another rank of this group could not talk to the other groups")
     return result
 

@@ -226,7 +226,7 @@ class TorchFTFleet:
                 failure = error
         connected = self.agree(published is not None)
         if not connected:
-            self._pg.abort()  # peers that still wait for this rank learn at once
+            self.hang_up()
             self._end_meeting(False)
         # What rank 0 heard goes for the whole group, so that its ranks never decide differently.
         published = same_in_group(published, self._group)
@@ -310,6 +310,9 @@ class TorchFTFleet:
     def agree(self, ok: bool) -> bool:
         return agree_in_group(ok, self._group)
 
+    def hang_up(self) -> None:
+        self._pg.abort()
+
     def vote(self, ok: bool) -> bool:
         ok = self.agree(ok)
         if len(self._members) > 1:
@@ -366,7 +369,7 @@ class TorchFTFleet:
             yield
         except (RuntimeError, AssertionError, OSError) as error:  # what torchft's groups raise on a dead or slow peer
             self._manager.report_error(error)
-            self._pg.abort()  # peers that still wait for this rank learn at once
+            self.hang_up()
             raise FleetError(_first_line(error)) from error
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from isoloco.exchange import Exchange
 from isoloco.fleet import Done, Fleet, FleetError, Transfer, sum_in_order
 from isoloco.ledger import Ledger
 from isoloco.outer_optimizer import OuterOptimizer
@@ -231,7 +232,7 @@ def count_tensors(place: Place, fleet: TorchFTFleet, outer: OuterRound) -> None:
 
 # ---- rounds of a sharded model ----
 
-NUM_SHARDED_ROUNDS = 4
+NUM_SHARDED_ROUNDS = 5
 
 
 def two_layers() -> nn.Module:
@@ -284,14 +285,15 @@ def train_sharded(place: Place, lighthouse: str, failing: dict[int, str]) -> dic
     fully_shard(model, mesh=mesh)
     replica = dict(model.named_parameters())
     assert all(isinstance(parameter, DTensor) for parameter in replica.values())
-    fleet = connect(place, lighthouse)
+    # Longer than a test waits: whoever waits for a rank that has failed must learn it, and not time out.
+    fleet = connect(place, lighthouse, timeout_seconds=600.0)
     outer = make_drifting_round(fleet, [replica], group=dist.group.WORLD)
     outer.start()
     reports = []
     while not outer.finished:
         verb = failing.get(outer.round + 1)
         if verb is not None and place.rank == 1:
-            break_once(fleet, verb)
+            break_after_exchange(fleet) if verb == "after the exchange" else break_once(fleet, verb)
         reports.append(drift(outer))
     return {
         "digest": outer.digest(),
@@ -313,6 +315,19 @@ def break_once(fleet: TorchFTFleet, verb: str) -> None:
         return real(*arguments)
 
     setattr(fleet, verb, broken)
+
+
+def break_after_exchange(fleet: TorchFTFleet) -> None:
+    """The next exchange ends well for all ranks, and then this one alone hears of a failure."""
+    real = Exchange.to_owners
+
+    def broken(exchange: Exchange, *arguments: Any) -> None:
+        Exchange.to_owners = real  # type: ignore[method-assign]
+        real(exchange, *arguments)
+        fleet._pg.abort()
+        raise FleetError("this rank alone heard of a failure")
+
+    Exchange.to_owners = broken  # type: ignore[method-assign]
 
 
 # ---- meeting alone ----

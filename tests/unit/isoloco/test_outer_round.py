@@ -457,6 +457,9 @@ class FlakyFleet:
     def agree(self, ok: bool) -> bool:
         return self.inner.agree(ok)
 
+    def hang_up(self) -> None:
+        self.inner.hang_up()
+
     def vote(self, ok: bool) -> bool:
         return self.inner.vote(ok and not self._fails("vote"))
 

@@ -93,7 +93,7 @@ class ThreadFleet:
         assert self.call is not None
         connected = fault is None
         if not connected:
-            self._hang_up()
+            self.hang_up()
         return Meeting(self.call.members, local=(self.call.fleets.index(self),), connected=connected)
 
     def to_owners(self, rows: Sequence[Tensor], sizes: Sequence[int]) -> Handle[list[list[Tensor]]]:
@@ -182,10 +182,10 @@ class ThreadFleet:
 
     def _fail_if(self, fault: str | None) -> None:
         if fault is not None:
-            self._hang_up()
+            self.hang_up()
             raise FleetError("this replica's line is dead")
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
         with self.network.changed:
             if self.call is not None:
                 self.call.broken = True
@@ -196,7 +196,7 @@ class ThreadFleet:
             self.network.alive.discard(self)
             self.network.at_the_door.pop(self, None)
             self.network.open_meeting_if_all_are_here()
-        self._hang_up()
+        self.hang_up()
 
 
 def run_threads(functions: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
