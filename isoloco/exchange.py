@@ -1,8 +1,9 @@
 """How pseudo-gradients of many replicas become one: every element goes to the member that owns it, and back to all.
 
-Each member sends every other one what that one owns, and every owner sends what it has made of it to all: the bytes of
-a ring all-reduce, though the owner sees every replica's numbers and may do with them what it likes. What depends on the
-hardware (a matrix product, an SVD) is so computed once in the whole run, and all replicas get the same bits.
+Each member sends every other one what that one owns, and every owner sends what it has made of it to all: together the
+bytes of a ring all-reduce, though the owner sees every replica's numbers and may do with them what it likes. What
+depends on the hardware (a matrix product, an SVD) is so computed once in the whole run, and all replicas get the same
+bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -58,7 +58,7 @@ def isotropic(
 
     ``split_sizes``: the matrix is fused of blocks with so many rows (q | k | v), each a matrix of its own.
 
-    Zeros give zeros. Null directions (σ_k ≤ r · eps · σ_1) become zero: what LAPACK returns for them is arbitrary and
+    Zeros give zeros. Null directions (σ_k ≤ 16 · eps · σ_1) become zero: what LAPACK returns for them is arbitrary and
     differs between libraries. A matrix with a single row or column has one singular value and is returned unchanged.
     On the CPU a batch gives the bits of its matrices one by one. Raises ValueError for bad options and for "non-finite"
     input.

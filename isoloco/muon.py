@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw as adamw_update
 from isoloco.local_part import chunks, local_part
 from isoloco.matrix_role import matrix_role
 from isoloco.newton_schulz import coefficient_triples, divide_by_norm, independent, orthogonalize
-from isoloco.parameter_names import SplitSizes, matching_names, matrices
+from isoloco.parameter_names import SplitSizes, matching_names, matrices, named_tensors
 from isoloco.whole_matrix import Job, WholeMatrices
 
 logger = logging.getLogger("isoloco")
@@ -96,10 +96,12 @@ class Muon(torch.optim.Optimizer):
         stacks: Sequence[str] = (),
         bucket_bytes: int = 256 * 2**20,
     ) -> None:
-        named = list(named_parameters)
+        named = named_tensors(named_parameters)
         for what, value in (("lr", lr), ("weight_decay", weight_decay), ("adamw_lr_factor", adamw_lr_factor)):
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{what}={value}: expected a finite number, 0 or more")
+        if len(adamw_betas) != 2:
+            raise ValueError(f"adamw_betas={adamw_betas}: expected two numbers")
         for what, value in (("momentum", momentum), *(("adamw_betas", beta) for beta in adamw_betas)):
             if not 0 <= value < 1:
                 raise ValueError(f"{what}={value}: expected at least 0 and less than 1")
@@ -111,9 +113,6 @@ class Muon(torch.optim.Optimizer):
             known = ", ".join(map(repr, IMPLEMENTATIONS))
             raise ValueError(f"adamw_implementation={adamw_implementation!r} is unknown: use one of {known}")
         self._triples = coefficient_triples(coefficients, steps)
-        names = [name for name, _ in named]
-        if len(set(names)) != len(names):
-            raise ValueError("a parameter name is given twice: every parameter needs its own")
         for name, parameter in named:
             if not parameter.is_floating_point():
                 raise ValueError(f"{name} is {parameter.dtype}: only floating-point parameters can be trained")
@@ -250,6 +249,9 @@ class Muon(torch.optim.Optimizer):
         self._complete_state()
         return super().state_dict()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()  # for copies: torch's own leaves out what it does not know
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of the same parameters in the same order, bit for bit, into the tensors that are here.
 
@@ -273,6 +275,11 @@ class Muon(torch.optim.Optimizer):
                     f"the saved optimizer state has no {', '.join(sorted(missing))} for {self._names[parameter]} "
                     f"(it has {found}): it is of other parameters, of another optimizer or of another choice for AdamW"
                 )
+            for key, tensor in state.items():
+                found_shape = torch.as_tensor(saved[parameter][key]).shape
+                if found_shape != tensor.shape:
+                    shapes = f"{tuple(found_shape)} instead of {tuple(tensor.shape)}"
+                    raise ValueError(f"the saved {key} of {self._names[parameter]} has the shape {shapes}")
         super().load_state_dict(state_dict)
         # torch casts what it loads to the dtype of the parameter, which loses bits of fp32 state, and shares memory
         # with the state dict: the saved tensors are copied once more, from the source.

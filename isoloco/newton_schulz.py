@@ -52,6 +52,8 @@ COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
     "muon": ((3.4445, -4.7750, 2.0315),),
 }
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 # The classic Newton–Schulz step: converges to 1, slowly.
 POLISH: Triple = (1.5, -0.5, 0.0)
 
@@ -118,6 +120,8 @@ def newton_schulz(
     Raises ValueError for bad arguments and for "non-finite" input.
     """
     triples = coefficient_triples(coefficients, steps, polish_steps)
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype={dtype!r}: iterate in one of {', '.join(map(str, DTYPES))}, or None for the default")
     if isinstance(matrix, DTensor):
         return apply_to_whole(
             matrix,

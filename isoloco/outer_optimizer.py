@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from isoloco.isotropic import check_isotropic_options, make_isotropic
+from isoloco.isotropic import ORTHOGONALIZERS, check_isotropic_options, make_isotropic
 from isoloco.local_part import chunks, local_part
-from isoloco.parameter_names import matrices
+from isoloco.parameter_names import matrices, named_tensors
 from isoloco.whole_matrix import Job, WholeMatrices
 
 MOMENTUM_KINDS = ("nesterov", "momentum", "heavy_ball")
@@ -32,7 +32,8 @@ class OuterOptimizer(torch.optim.Optimizer):
     - ``"momentum"``: B ← μB + Δ; P = B; θ ← θ − ηP
     - ``"heavy_ball"`` (learning rate inside): B ← μB − ηΔ; P = −B; θ ← θ − P
 
-    ``momentum=0`` is plain SGD and has no state. ``isotropic``: None is DiLoCo; ``"svd"`` and ``"newton_schulz"`` are
+    ``momentum=0`` is plain SGD and has no state. ``isotropic``: None is DiLoCo (the options below have no effect then);
+    ``"svd"`` and ``"newton_schulz"`` are
     IsoLoCo (Algorithm 2 and section 4.3) with ``scale``, ``clip`` and ``coefficients`` as in
     :func:`~isoloco.isotropic.isotropic`. It is applied to every tensor of exactly two dims, both larger than one, that
     ``exclude`` (names or patterns) leaves in, and to those of more dims that ``stacks`` (names or patterns) declares to
@@ -67,9 +68,16 @@ class OuterOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = 256 * 2**20,
         device: torch.device | None = None,
     ) -> None:
-        named = list(named_parameters)
-        if len({name for name, _ in named}) != len(named):
-            raise ValueError("a parameter name is given twice: every parameter needs its own")
+        named = named_tensors(named_parameters)
+        first_name = {parameter: name for name, parameter in reversed(named)}
+        for name, parameter in named:
+            if first_name[parameter] != name:
+                raise ValueError(
+                    f"{first_name[parameter]!r} and {name!r} are one tensor, which would be stepped twice: "
+                    "give it once, as model.named_parameters() does"
+                )
+        if isotropic not in (None, *ORTHOGONALIZERS):
+            raise ValueError(f"isotropic={isotropic!r} is unknown: use None, {', '.join(map(repr, ORTHOGONALIZERS))}")
         if not (lr >= 0 and math.isfinite(lr)):
             raise ValueError(f"lr={lr}: the outer learning rate is a finite number, 0 or more")
         if not 0 <= momentum < 1:
@@ -106,19 +114,25 @@ class OuterOptimizer(torch.optim.Optimizer):
     def first_non_finite(self) -> str | None:
         """The first parameter whose pseudo-gradient holds NaN or Inf on any rank; None if all are finite.
 
-        A collective over the meshes of the DTensors; all ranks learn the same name.
+        A collective over the meshes of the DTensors; all ranks learn the same name. ValueError, on all of them, for a
+        parameter that has a pseudo-gradient on some ranks only, or a sparse one.
         """
-        gradients = {name: p.grad for name, p in self._named.items() if p.grad is not None}
-        finite = torch.tensor(
-            [all(bool(torch.isfinite(part).all()) for (part,) in chunks(local_part(g))) for g in gradients.values()],
-            dtype=torch.int32,
-        )
-        for mesh in dict.fromkeys(g.device_mesh for g in gradients.values() if isinstance(g, DTensor)):
-            flags = finite.to(mesh.device_type)
+        findings = torch.zeros(4, len(self._named), dtype=torch.int32)  # finite, present, absent, dense: 1 or 0
+        for number, gradient in enumerate(parameter.grad for parameter in self._named.values()):
+            dense = gradient is None or gradient.layout == torch.strided
+            finite = gradient is None or not dense or _is_finite(gradient)
+            findings[:, number] = torch.tensor([finite, gradient is not None, gradient is None, dense])
+        for mesh in dict.fromkeys(p.device_mesh for p in self._named.values() if isinstance(p, DTensor)):
+            on_mesh = findings.to(mesh.device_type)
             for group in mesh.get_all_groups():  # along each axis in turn: over the whole mesh
-                dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
-            finite = flags.cpu()
-        return next((name for name, flag in zip(gradients, finite.tolist(), strict=True) if not flag), None)
+                dist.all_reduce(on_mesh, op=dist.ReduceOp.MIN, group=group)
+            findings = on_mesh.cpu()
+        for name, (_, present, absent, dense) in zip(self._named, findings.T.tolist(), strict=True):
+            if not present and not absent:
+                raise ValueError(f"{name} has a pseudo-gradient on some ranks and none on others: all need the same")
+            if not dense:
+                raise ValueError(f"{name}: its pseudo-gradient is sparse, and the outer step needs dense ones")
+        return next((name for name, flag in zip(self._named, findings[0].tolist(), strict=True) if not flag), None)
 
     @torch.no_grad()
     def correct(self, names: Iterable[str] | None = None) -> dict[str, tuple[float, float]]:
@@ -238,10 +252,14 @@ class OuterOptimizer(torch.optim.Optimizer):
                 self._updates[name] = _zero_buffer(self._named[name])
         return [self._updates[name] for name in names]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of the same parameters in the same order (ValueError if the names differ).
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()  # for copies: torch's own leaves out what it does not know
 
-        Learning rate and momentum come from it too. The values are copied into this optimizer's own buffers.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict of the same parameters in the same order, bit for bit, into the buffers that are here.
+
+        Learning rate and momentum come from it too. ValueError, before anything is changed, if names or shapes differ
+        or the momentum of a parameter is missing.
         """
         saved_group = state_dict["param_groups"][0]
         names = list(self._named)
@@ -249,6 +267,14 @@ class OuterOptimizer(torch.optim.Optimizer):
             odd = sorted(set(saved_group["param_names"]) ^ set(names)) or ["the same names in another order"]
             raise ValueError(f"the outer state belongs to other parameters: {', '.join(odd[:5])}")
         buffers = {p: self.state.get(p, {}).get("momentum_buffer") for p in self._named.values()}
+        if saved_group["momentum"] != 0:
+            for index, (name, parameter) in zip(saved_group["params"], self._named.items(), strict=True):
+                saved = state_dict["state"].get(index, {}).get("momentum_buffer")
+                if saved is None:
+                    raise ValueError(f"the saved outer state has no momentum for {name}, so it is incomplete")
+                if saved.shape != parameter.shape:
+                    shapes = f"{tuple(saved.shape)}, but the parameter {tuple(parameter.shape)}"
+                    raise ValueError(f"the saved momentum of {name} has the shape {shapes}")
         super().load_state_dict(state_dict)
         # torch casts loaded state to the dtype of the parameter, which loses bits of an fp32 buffer, and shares memory
         # with the state dict: the saved tensors are copied once more, from the source.
@@ -262,6 +288,10 @@ class OuterOptimizer(torch.optim.Optimizer):
                 buffer = _zero_buffer(parameter)
             buffer.copy_(saved)
             self.state[parameter]["momentum_buffer"] = buffer
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(bool(torch.isfinite(part).all()) for (part,) in chunks(local_part(tensor)))
 
 
 def _state_dtype(parameter: Tensor) -> torch.dtype:

@@ -1,13 +1,28 @@
 """Which parameters are matrices, and of which blocks: chosen by name and explicit metadata, never by guess."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor
 
 SplitSizes = tuple[int, ...] | None
 """Rows of the blocks that a matrix is made of (q|k|v, gate|up); None: it is one matrix."""
+
+
+def named_tensors(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """The (name, tensor) pairs of ``module.named_parameters()``, each name once. ValueError for anything else."""
+    named = list(named_parameters)
+    for entry in named:
+        is_pair = isinstance(entry, (tuple, list)) and len(entry) == 2
+        if not (is_pair and isinstance(entry[0], str) and isinstance(entry[1], Tensor)):
+            raise ValueError(
+                f"expected (name, parameter) pairs, got a {type(entry).__name__}: pass model.named_parameters(), "
+                "because what is done to a parameter depends on its name"
+            )
+    if len({name for name, _ in named}) != len(named):
+        raise ValueError("a parameter name is given twice: every parameter needs its own")
+    return named
 
 
 def matching_names(names: Sequence[str], patterns: Sequence[str], *, option: str) -> set[str]:

@@ -125,6 +125,8 @@ class PseudoGradients:
         with _timed(seconds, "orthogonalize"):
             own = [self._names[index] for position in members.local for index in whole[position]]
             stable_ranks = self._correct(own)
+            if not self._is_finite(own):
+                products[0] = math.nan  # all groups learn it with what the owners have found
         with _timed(seconds, "exchange"):
             if self._optimizer.target == "update":
                 updates = self._optimizer.updates([self._names[index] for index in sorted(self._corrected)])
@@ -252,6 +254,19 @@ class PseudoGradients:
             stable_ranks[2 * place : 2 * place + 2] = torch.tensor(pair)
         # Not the sum: a plain tensor is worked on by every rank.
         return self._reduce(stable_ranks, dist.ReduceOp.MAX)
+
+    def _is_finite(self, names: Sequence[str]) -> bool:
+        """Whether what this rank has of these tensors may be sent to all: what overflows in a correction may not."""
+        corrected = [name for name in names if self._names.index(name) in self._corrected]
+        tensors = [self._reference[self._names.index(name)].grad for name in names]
+        if self._optimizer.target == "update":
+            tensors += self._optimizer.updates(corrected)
+        return all(
+            bool(part.isfinite().all())
+            for tensor in tensors
+            if tensor is not None
+            for (part,) in chunks(local_part(tensor))
+        )
 
     def _share_findings(
         self, members: Members, products: Tensor, stable_ranks: Tensor, whole: Sequence[Sequence[int]]

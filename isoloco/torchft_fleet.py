@@ -329,7 +329,12 @@ class TorchFTFleet:
         """Whether all ranks of this group said ok; if not, torchft builds a new process group at the next meeting."""
         if not ok:
             self._manager.report_error(FleetError("the round failed"))
-        return self._manager.should_commit()
+        try:
+            committed = self._manager.should_commit()
+        except Exception as error:  # torchft raises whatever its RPC layer raises
+            logger.warning("group %d: no agreement at the vote: %s", self._replica_id, _first_line(error))
+            committed = False
+        return self.agree(committed)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -68,6 +68,9 @@ class WholeMatrices:
         """The sum of their :func:`~isoloco.owners.orthogonalization_cost`."""
         self._plans: dict[tuple[Kind, ...], list[Plan]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_plans": {}}  # process groups cannot be copied, and plans are made anew
+
     @torch.no_grad()
     def apply(self, jobs: Sequence[Job], function: Function) -> None:
         """Write into the output of every job what ``function`` makes of its inputs.

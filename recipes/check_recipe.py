@@ -4,12 +4,22 @@ import difflib
 import json
 import math
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from recipes.config import KEYS, Limit, Recipe, RecipeError, flatten, global_batch_size, ranks_per_group
+from recipes.config import (
+    ISOTROPIC_METHODS,
+    KEYS,
+    Limit,
+    Recipe,
+    RecipeError,
+    flatten,
+    global_batch_size,
+    ranks_per_group,
+)
 from recipes.config import total_steps as schedule_length
 from recipes.config import warmup_steps as schedule_warmup
-from recipes.model_shape import FLAVORS
+from recipes.model_shape import FLAVORS, parameter_names
 
 BUILTIN_TOKENIZERS = {"builtin:bpe4k": 4096, "builtin:bpe8k": 8192, "builtin:bpe16k": 16384}
 """Built-in tokenizer -> its vocabulary, special tokens included."""
@@ -23,6 +33,7 @@ def check_recipe(recipe: Recipe) -> None:
         except ValueError as error:
             raise RecipeError(f"{key} = {quote(value)}: {error}", key) from None
     check_rounds(recipe)
+    check_parameter_names(recipe)
     check_data(recipe)
     check_tokenizer(recipe)
     check_parallelism(recipe)
@@ -158,6 +169,44 @@ def check_rounds(recipe: Recipe) -> None:
             "fault_tolerance.min_replica_size",
             "fault_tolerance.num_replica_groups",
         )
+
+
+def check_parameter_names(recipe: Recipe) -> None:
+    flavor, names = recipe.model.flavor, parameter_names(FLAVORS[recipe.model.flavor])
+    for key, patterns in (
+        ("outer.exclude", recipe.outer.exclude),
+        ("optimizer.adamw_parameters", recipe.optimizer.adamw_parameters),
+    ):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise RecipeError(
+                    f"{key}: {quote(pattern)} matches no parameter of model.flavor = {quote(flavor)}"
+                    + suggestion(nearest(pattern, names), [*names[:3], "..."]),
+                    key,
+                    "model.flavor",
+                )
+
+
+def unused_keys(recipe: Recipe) -> list[str]:
+    """A line for each key that was set and has no effect with the chosen optimizer and method."""
+    optimizer, outer, defaults = recipe.optimizer, recipe.outer, flatten(Recipe())
+    of_muon = ("momentum", "nesterov", "scale", "coefficients", "adamw_lr_factor", "adamw_parameters")
+    of_isotropic = ("orthogonalizer", "coefficients", "scale", "clip", "target", "exclude")
+    method = f"outer.method = {quote(outer.method)}"
+    unused = {
+        **({f"optimizer.{key}": 'optimizer.name = "AdamW"' for key in of_muon} if optimizer.name == "AdamW" else {}),
+        **({f"outer.{key}": method for key in of_isotropic} if outer.method not in ISOTROPIC_METHODS else {}),
+        **({"outer.sparsity": method} if outer.method not in ("ties", "dare") else {}),
+        **({"outer.common_space_fraction": method} if outer.method != "iso_cts" else {}),
+        **({"outer.momentum_kind": "outer.momentum = 0"} if outer.momentum == 0 else {}),
+    }
+    if outer.method in ISOTROPIC_METHODS and outer.orthogonalizer == "svd":
+        unused["outer.coefficients"] = 'outer.orthogonalizer = "svd"'
+    return [
+        f"{key} = {quote(value)} has no effect with {unused[key]}"
+        for key, value in flatten(recipe).items()
+        if key in unused and value != defaults[key]
+    ]
 
 
 def check_data(recipe: Recipe) -> None:

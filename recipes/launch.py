@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from recipes.check_recipe import unused_keys
 from recipes.command_line import USAGE, Command, free_port, parse_command, read_options
 from recipes.config import Recipe, RecipeError, min_replica_groups, ranks_per_group
 from recipes.model_shape import FLAVORS
@@ -338,6 +339,7 @@ def describe_start(plan: Plan, place: Place, recipe: Recipe, commands: Mapping[s
                 for group in plan.groups
                 if group >= planned
             ],
+            *[f"note: {line}" for line in unused_keys(recipe)],
             *command_lines(commands),
         ]
     )

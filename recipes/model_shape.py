@@ -26,6 +26,17 @@ class ModelShape:
         return self.dim // self.num_heads
 
 
+def parameter_names(shape: ModelShape) -> list[str]:
+    """The names of all parameters of the model, in the model's order."""
+    in_layer = [
+        *(f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")),
+        *(f"feed_forward.{name}.weight" for name in ("w1", "w2", "w3")),
+    ]
+    in_layer = ["attention_norm.weight", *in_layer[:4], "ffn_norm.weight", *in_layer[4:]]
+    layers = [f"layers.{layer}.{name}" for layer in range(shape.num_layers) for name in in_layer]
+    return ["tok_embeddings.weight", *layers, "norm.weight", "output.weight"]
+
+
 def num_parameters(shape: ModelShape) -> int:
     """Exact number of parameters, embedding and head included: 2Vd + L(attention + 3df + 2d) + d."""
     kv_dim = shape.num_kv_heads * shape.head_dim

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from recipes.check_recipe import quote
+from recipes.check_recipe import quote, unused_keys
 from recipes.config import Recipe, RecipeError, global_batch_size, ranks_per_group
 from recipes.model_shape import FLAVORS, num_parameters
 from recipes.recipe_file import DEBUG_RECIPE, config_hash, help_text, load_recipe, shown_path
@@ -31,6 +31,7 @@ def describe(recipe: Recipe, num_ranks: int | None = None) -> str:
             f"  inner   {inner.name}, lr {inner.lr}, weight decay {inner.weight_decay}",
             f"  outer   {outer.method}, lr {outer.lr}, momentum {outer.momentum}",
             f"  hash    {config_hash(recipe)}",
+            *[f"  note    {line}" for line in unused_keys(recipe)],
         ]
     )
 

@@ -79,3 +79,20 @@ def test_momentum_goes_on_under_another_sharding(tmp_path: Path, num_ranks: int)
     """B57, B75: saved by two ranks; the next step ends with the same bits in parameters and momentum."""
     saved = run_ranks(2, save, str(tmp_path))[0]
     assert run_ranks(num_ranks, load, str(tmp_path))[0] == saved
+
+
+def step_with_a_gradient_missing_on_one_rank() -> str:
+    model, optimizer = build(seed=0)
+    model(torch.ones(2, 5)).sum().backward()
+    if dist.get_rank() == 1:
+        model[1].bias.grad = None
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_with_different_pseudo_gradients_all_learn_of_it() -> None:
+    told = run_ranks(2, step_with_a_gradient_missing_on_one_rank)
+    assert told == ["1.bias has a pseudo-gradient on some ranks and none on others: all need the same"] * 2

@@ -43,7 +43,7 @@ want_python() { # EXTRAS MODULES
         if command -v flock >/dev/null; then flock 9; fi
         if [ -e "$stamp" ]; then exit 0; fi
         "$base" -m venv "$root/.venv" &&
-            "$python" -m pip install --quiet --disable-pip-version-check \
+            "$python" -m pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat \
                 -c "$root/tools/setup/constraints.txt" -e "$root$extras" &&
             touch "$stamp"
     ) 9>"$root/.venv.lock" >"$log" 2>&1 || {

@@ -494,3 +494,22 @@ def test_a_sparse_gradient_is_refused_before_anything_is_changed() -> None:
         optimizer.step()
     assert torch.equal(hidden, torch.ones(4, 4))
     assert not optimizer.state[hidden]["momentum_buffer"].any()
+
+
+def test_copies_go_on_by_themselves_and_plain_parameters_are_refused() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+    optimizer = Muon(module.named_parameters(), adamw=["1.weight"])
+    duplicate = copy.deepcopy(optimizer)
+    for each in (optimizer, duplicate):
+        for number, parameter in enumerate(each.param_groups[0]["params"]):
+            parameter.grad = torch.full_like(parameter, 1.0 + number)
+        each.step()
+    for mine, theirs in zip(optimizer.param_groups[0]["params"], duplicate.param_groups[0]["params"], strict=True):
+        assert mine is not theirs
+        assert torch.equal(mine, theirs)
+    with pytest.raises(ValueError, match=r"named_parameters\(\)"):
+        Muon(torch.nn.Linear(4, 2).parameters())  # type: ignore[arg-type]
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["momentum_buffer"] = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=r"momentum_buffer of 0\.weight has the shape"):
+        optimizer.load_state_dict(state)

@@ -525,3 +525,9 @@ def test_the_package_itself_meets_the_tolerance_of_half_precision(shape: tuple[i
     assert iteration is not None
     expected = newton_schulz(matrix.double(), coefficients=coefficients)
     assert relative_error(iteration(matrix / matrix.norm(dim=(-2, -1), keepdim=True)), expected) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_a_dtype_without_arithmetic_for_it_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="dtype="):
+        newton_schulz(torch.eye(3), dtype=dtype)

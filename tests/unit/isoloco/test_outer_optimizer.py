@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -392,3 +393,70 @@ def test_names_are_unique_and_the_group_is_one() -> None:
     _, optimizer = run(num_rounds=0)
     with pytest.raises(ValueError, match="one group"):
         optimizer.add_param_group({"params": [("late", torch.zeros(2))]})
+
+
+def test_steep_but_full_spectra_lose_no_direction() -> None:
+    """Condition 1e5: far above rounding, although below r · eps of the largest."""
+    generator = torch.Generator().manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(n, 300, generator=generator, dtype=torch.float64))[0] for n in (300, 310))
+    matrix = ((U * torch.logspace(0, -5, 300, dtype=torch.float64)) @ V.T).float()
+    result = isotropic(matrix)
+    assert torch.linalg.matrix_rank(result) == 300
+    exact = isotropic(matrix.double())
+    assert float((result - exact).norm() / exact.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_goes_on_by_itself(make_copy) -> None:
+    _, optimizer = run(num_rounds=1, isotropic="svd")
+    duplicate = make_copy(optimizer)
+    for each in (optimizer, duplicate):
+        parameters = dict(zip(SHAPES, each.param_groups[0]["params"], strict=True))
+        set_gradients(parameters, tensors(seed=5))
+        each.step()
+    for mine, theirs in zip(optimizer.param_groups[0]["params"], duplicate.param_groups[0]["params"], strict=True):
+        assert mine is not theirs
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("spoil", ["missing", "shape"])
+def test_state_that_does_not_fit_is_refused_before_anything_changes(spoil: str) -> None:
+    parameters, optimizer = run(num_rounds=1)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = 0.1
+    if spoil == "missing":
+        del state["state"][3]
+    else:
+        state["state"][3]["momentum_buffer"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"norm.weight"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.7
+    assert optimizer.state[parameters["norm.weight"]]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        lambda module: module.parameters(),
+        lambda module: [{"params": list(module.parameters())}],
+        lambda module: [("weight", module.weight), ("tied", module.weight)],
+    ],
+)
+@pytest.mark.parametrize("shape", [(3, 4), (4, 2)])
+def test_what_are_no_named_parameters_is_refused_with_the_cure(parameters, shape: tuple[int, int]) -> None:
+    """A weight with two rows unpacks as a pair, too."""
+    with pytest.raises(ValueError, match=r"named_parameters\(\)"):
+        OuterOptimizer(parameters(torch.nn.Linear(*shape)), lr=1.0)
+
+
+def test_sparse_pseudo_gradients_are_named() -> None:
+    parameter = torch.zeros(3, 4)
+    optimizer = OuterOptimizer([("table", parameter)], lr=1.0)
+    parameter.grad = torch.zeros(3, 4).to_sparse()
+    with pytest.raises(ValueError, match="table: its pseudo-gradient is sparse"):
+        optimizer.step()
+
+
+def test_an_unknown_orthogonalizer_is_named_by_its_own_option() -> None:
+    with pytest.raises(ValueError, match="isotropic=True is unknown"):
+        OuterOptimizer(tensors(seed=0).items(), lr=1.0, isotropic=True)  # type: ignore[arg-type]

@@ -256,3 +256,29 @@ def test_a_tensor_is_merged_once_in_the_whole_run() -> None:
     assert sum(result.num_matrices for result in results) == len(SHAPES)
     results = by_threads((1.0, 1.0, 1.0), aggregation=RULES["tsv_m"], isotropic=None)
     assert sum(result.num_matrices for result in results) == len(MATRICES)
+
+
+def test_a_correction_that_is_not_finite_is_seen_by_all_before_the_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the SVD of an accelerator may return; the average itself is finite."""
+    real = OuterOptimizer.correct
+
+    def spoil(optimizer: OuterOptimizer, names: Sequence[str]) -> dict[str, tuple[float, float]]:
+        told = real(optimizer, names)
+        for name, parameter in optimizer._named.items():
+            if name == "up" and name in names:
+                assert parameter.grad is not None
+                parameter.grad[0, 0] = torch.nan
+        return told
+
+    monkeypatch.setattr(OuterOptimizer, "correct", spoil)
+    network = Network()
+    fleets = [ThreadFleet(network, position) for position in range(2)]
+
+    def member(position: int) -> str:
+        fleets[position].meet([{}])
+        with pytest.raises(NonFiniteError):
+            combine(fleets[position], [position], (1.0, 1.0))
+        fleets[position].vote(False)
+        return "seen"
+
+    assert list(run_threads({p: lambda p=p: member(p) for p in range(2)}).values()) == ["seen", "seen"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from recipes.init_weights import initialize
 from recipes.model import Llama, rope_tables, rotate
-from recipes.model_shape import FLAVORS, ModelShape, num_parameters
+from recipes.model_shape import FLAVORS, ModelShape, num_parameters, parameter_names
 
 SHAPE = ModelShape(vocab_size=61, dim=48, num_layers=2, num_heads=6, num_kv_heads=2, ffn_dim=80, max_seq_len=32)
 
@@ -162,3 +162,10 @@ def test_recomputing_a_block_in_the_backward_changes_no_bit() -> None:
         assert num_calls == SHAPE.num_layers * (2 if recompute else 1)
         gradients[recompute] = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert all(torch.equal(gradients[True][name], gradient) for name, gradient in gradients[False].items())
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_the_names_of_parameters_are_known_without_torch(flavor: str) -> None:
+    with torch.device("meta"):
+        model = Llama(FLAVORS[flavor])
+    assert parameter_names(FLAVORS[flavor]) == [name for name, _ in model.named_parameters()]

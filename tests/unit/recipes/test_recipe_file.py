@@ -378,7 +378,7 @@ def test_a_written_recipe_reads_back_equal(tmp_path: Path, path: Path) -> None:
 @given(
     text=st.text(st.characters(exclude_categories=["Cs"])),
     name=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(str.strip),
-    names=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=3),
+    names=st.lists(st.sampled_from(["output.weight", "layers.*", "*", "[!a]*"])),
     lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     seed=st.integers(0, 2**63 - 1),
 )
@@ -465,3 +465,10 @@ def test_a_longer_schedule_is_not_another_run() -> None:
     assert "training.steps" not in hashed_items(recipe)
     assert "lr_scheduler.total_steps" not in hashed_items(recipe)
     assert hashed_items(recipe)["lr_scheduler.warmup_steps"] == -1
+
+
+@pytest.mark.parametrize("key", ["outer.exclude", "optimizer.adamw_parameters"])
+def test_a_pattern_that_matches_no_parameter_is_refused_before_anything_starts(key: str) -> None:
+    with pytest.raises(RecipeError, match=r"command line: .*\"outptu.weight\" matches no parameter.*output.weight"):
+        load_recipe(None, [f"--{key}", "outptu.weight"])
+    load_recipe(None, [f"--{key}", "layers.*.attention.*"])

@@ -66,3 +66,20 @@ def test_ngpu_must_fit_the_degrees(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_help_lists_the_flags(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([flag]) == 0
     assert "--outer.sync_steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        (["--optimizer.nesterov", "true"], 'optimizer.nesterov = true has no effect with optimizer.name = "AdamW"'),
+        (["--outer.sparsity", "0.5"], 'outer.sparsity = 0.5 has no effect with outer.method = "isoloco"'),
+        (["--outer.method", "ties", "--outer.target", "update"], "outer.target"),
+        (["--outer.orthogonalizer", "svd", "--outer.coefficients", "muon"], "outer.coefficients"),
+        (["--outer.method", "diloco_sgd", "--outer.momentum_kind", "momentum"], "outer.momentum_kind"),
+    ],
+)
+def test_a_key_without_effect_is_noted(flags: list[str], note: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags) == 0
+    assert note in capsys.readouterr().out
+    assert main(["--optimizer.name", "Muon", "--optimizer.nesterov", "true", "--outer.target", "update"]) == 0
+    assert "no effect" not in capsys.readouterr().out
