@@ -94,8 +94,8 @@ class Fleet(Protocol):
     def meet(self, metadata: Sequence[Mapping[str, Any]]) -> Meeting:
         """Publish one JSON-ready mapping per local replica, wait for the others, and see who is here.
 
-        The members of a meeting are the ones that ``to_owners``, ``from_owners``, ``transfer`` and ``vote`` work with
-        until the next meeting. Raises FleetError if no meeting came about.
+        The members of a meeting are the ones that ``to_owners``, ``from_owners``, ``work``, ``transfer`` and ``vote``
+        work with until the next meeting. Raises FleetError if no meeting came about.
         """
         ...
 
@@ -110,6 +110,14 @@ class Fleet(Protocol):
 
     def from_owners(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Handle[list[Tensor]]:
         """The way back: from every member's own part (sizes[own position],) to the whole row (sum(sizes),), for all."""
+        ...
+
+    def work(self, task: Callable[[], T]) -> T:
+        """Run something that may take longer than a transfer; returns its result when all members have finished theirs.
+
+        All members do, at the same point of a round; meanwhile they hear of each other. The task must not use the
+        fleet. Raises FleetError if one of them is gone.
+        """
         ...
 
     def transfer(self, transfers: Sequence[Transfer | None]) -> Handle[None]:
@@ -163,6 +171,9 @@ class VirtualFleet:
 
     def from_owners(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Handle[list[Tensor]]:
         return Done([torch.cat(list(parts))] * len(parts))
+
+    def work(self, task: Callable[[], T]) -> T:
+        return task()
 
     def transfer(self, transfers: Sequence[Transfer | None]) -> Handle[None]:
         by_replica = dict(zip(self.local_replica_ids, transfers, strict=True))

@@ -4,11 +4,12 @@ The reference parameters θ and all that is computed here live on the host; the 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from isoloco.fleet import Fleet, together
 from isoloco.local_part import chunks, local_part, with_local_part
 from isoloco.outer_optimizer import NonFiniteError, OuterOptimizer
 from isoloco.whole_matrix import Job
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class PseudoGradients:
         members: Members,
         *,
         round_number: int,
-        seconds: dict[str, float],  # what "exchange" and "orthogonalize" take is added here
+        seconds: dict[str, float],  # what "exchange", "orthogonalize" and "wait" take is added here
     ) -> Combined:
         """Put Δ̄ of every tensor, corrected, into ``θ.grad``; for ``target="update"`` the updates into the optimizer.
 
@@ -122,11 +125,10 @@ class PseudoGradients:
         if self._optimizer.target == "update":
             with _timed(seconds, "exchange"):  # momentum takes in Δ̄, whatever becomes of the update
                 together(self.fleet, partial(self._exchange(members, spans).from_owners, gradients))
-        with _timed(seconds, "orthogonalize"):
-            own = [self._names[index] for position in members.local for index in whole[position]]
-            stable_ranks = self._correct(own)
-            if not self._is_finite(own):
-                products[0] = math.nan  # all groups learn it with what the owners have found
+        own = [self._names[index] for position in members.local for index in whole[position]]
+        stable_ranks = self._work(partial(self._correct, own), seconds)
+        if not self._is_finite(own):
+            products[0] = math.nan  # all groups learn it with what the owners have found
         with _timed(seconds, "exchange"):
             if self._optimizer.target == "update":
                 updates = self._optimizer.updates([self._names[index] for index in sorted(self._corrected)])
@@ -233,13 +235,26 @@ class PseudoGradients:
             with _timed(seconds, "exchange"):
                 exchange = self._exchange(members, [whole_spans(sizes, indices) for indices in wave])
                 together(self.fleet, partial(exchange.to_owners, partial(self._contribute, members), take))
-            with _timed(seconds, "orthogonalize"):
-                jobs = []
-                for index in own:
-                    theta = self._reference[index]
-                    assert theta.grad is not None
-                    jobs.append(Job(tuple(with_local_part(theta, delta) for delta in deltas[index]), theta.grad))
-                self._optimizer.whole_matrices.apply(jobs, merge)
+            jobs = []
+            for index in own:
+                theta = self._reference[index]
+                assert theta.grad is not None
+                jobs.append(Job(tuple(with_local_part(theta, delta) for delta in deltas[index]), theta.grad))
+            self._work(partial(self._optimizer.whole_matrices.apply, jobs, merge), seconds)
+
+    def _work(self, task: Callable[[], T], seconds: dict[str, float]) -> T:
+        """What an owner does with its tensors, for as long as it takes; returns when all owners are done."""
+
+        def timed_task() -> T:
+            with _timed(own, "orthogonalize"):
+                return task()
+
+        own = {"orthogonalize": 0.0}
+        started = monotonic()
+        result = together(self.fleet, partial(self.fleet.work, timed_task))
+        seconds["orthogonalize"] += own["orthogonalize"]
+        seconds["wait"] += monotonic() - started - own["orthogonalize"]
+        return result
 
     def _correct(self, names: Sequence[str]) -> Tensor:
         """Correct the matrices among ``names``. (2·matrices,): the stable ranks of those worked on in this group."""

@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import json
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -281,6 +282,32 @@ class TorchFTFleet:
         self.num_bytes_sent += sum(each.nbytes for rank, each in enumerate(outgoing) if rank != own)
         self.num_bytes_received += received.nbytes - sizes[own] * received.element_size()
         return list(received.split(list(sizes)))
+
+    def work(self, task: Callable[[], T]) -> T:
+        done = threading.Event()
+        others = self._start(lambda: self._wait_for_all(done))
+        try:
+            result = task()
+        except BaseException:
+            self.hang_up()
+            raise
+        finally:
+            done.set()
+        others.wait()
+        return result
+
+    def _wait_for_all(self, done: threading.Event) -> None:
+        """Return when the others have done theirs as well.
+
+        Asks again and again: so no question waits for longer than a transfer may, however long the work is.
+        """
+        pause = 0.001
+        while True:
+            flag = torch.tensor([1 if done.is_set() else 0], dtype=torch.int32, device=self.device)
+            if all(each.item() for each in self._all_gather(flag)):
+                return
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.1)
 
     def transfer(self, transfers: Sequence[Transfer | None]) -> Handle[None]:
         (transfer,) = transfers

@@ -11,6 +11,7 @@ from torchft.coordination import LighthouseServer
 
 from isoloco.fleet import VirtualFleet
 from tests.distributed.training_groups import (
+    correct_when_told,
     count_tensors,
     flip_a_bit,
     hear_no_answer_at_second_round_s_vote,
@@ -18,6 +19,7 @@ from tests.distributed.training_groups import (
     meet_again_after_a_failed_quorum,
     register_and_be_silent,
     stop_in_second_round_s_exchange,
+    tell_every_question,
     train_sharded,
     train_toy,
     two_layers,
@@ -331,3 +333,24 @@ def test_a_lighthouse_that_is_restarted_costs_no_round(groups: Groups, lighthous
     assert meetings[0]["report"].participants == [0, 1]
     assert_equal_states(*meetings)
     assert next_round(*started)[0]["report"].participants == [0, 1]
+
+
+def test_a_correction_may_take_longer_than_a_transfer(groups: Groups, lighthouse: Lighthouse) -> None:
+    """The others ask whether it is done, each time for a moment; and the round is not repeated."""
+    settings = TOY | {"isotropic": "svd", "num_replica_groups": 2, "fleet": {"timeout_seconds": 2.0}}
+    slow = groups.start(0, train_toy, lighthouse.address, settings, correct_when_told)
+    other = groups.start(1, train_toy, lighthouse.address, settings, tell_every_question)
+    for group in (slow, other):
+        group.expect("meeting")
+        group.say()
+    for group in (slow, other):
+        group.expect("meeting")  # after round 1
+        group.say()
+    slow.expect("correcting")
+    for _ in range(60):  # at most ten a second: three times as long as a transfer may take
+        other.expect("question")
+    slow.say()
+    reports = [group.expect("meeting")["report"] for group in (slow, other)]
+    assert [report.round for report in reports] == [2, 2]
+    assert [report.retries for report in reports] == [0, 0]
+    assert reports[0].digest == reports[1].digest

@@ -205,6 +205,30 @@ def hear_no_answer_at_second_round_s_vote(place: Place, fleet: TorchFTFleet, out
     fleet.vote = vote  # type: ignore[method-assign]
 
 
+def correct_when_told(place: Place, fleet: TorchFTFleet, outer: OuterRound) -> None:
+    """In round 2, tell the test before the correction, and go on when it says so."""
+    real = outer.optimizer.correct
+
+    def correct(names: Any) -> Any:
+        if outer.round == 1:
+            place.tell("correcting")
+            place.hear()
+        return real(names)
+
+    outer.optimizer.correct = correct  # type: ignore[method-assign]
+
+
+def tell_every_question(place: Place, fleet: TorchFTFleet, outer: OuterRound) -> None:
+    """Tell the test whenever this group asks the others whether they are done."""
+    real = fleet._all_gather
+
+    def tell_and_gather(tensor: Tensor) -> Any:
+        place.tell("question")
+        return real(tensor)
+
+    fleet._all_gather = tell_and_gather  # type: ignore[method-assign]
+
+
 def tell_before_meeting(place: Place, fleet: TorchFTFleet) -> None:
     real = fleet.meet
 

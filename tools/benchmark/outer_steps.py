@@ -238,7 +238,7 @@ def measure_exchange(model: str, bucket_bytes: int) -> dict[int, Run]:
             pseudo_gradients.combine,
             Members(range(num_replicas), [1.0] * num_replicas, range(num_replicas)),
             round_number=1,
-            seconds={"exchange": 0.0, "orthogonalize": 0.0},
+            seconds={"exchange": 0.0, "orthogonalize": 0.0, "wait": 0.0},
         )
         for theta in step.parameters.values():
             theta.grad = None

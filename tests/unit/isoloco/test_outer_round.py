@@ -457,6 +457,9 @@ class FlakyFleet:
     def agree(self, ok: bool) -> bool:
         return self.inner.agree(ok)
 
+    def work(self, task):  # type: ignore[no-untyped-def]
+        return self.inner.work(task)
+
     def hang_up(self) -> None:
         self.inner.hang_up()
 

@@ -215,7 +215,15 @@ class TestDeaths:
     @pytest.mark.parametrize("kind", ["crash", "crash after", "fail", "fail after"])
     @pytest.mark.parametrize(
         ("verb", "nth"),
-        [("meet", 1), ("to_owners", 1), ("to_owners", 3), ("from_owners", 1), ("from_owners", 3), ("vote", 1)],
+        [
+            ("meet", 1),
+            ("to_owners", 1),
+            ("to_owners", 3),
+            ("work", 1),
+            ("from_owners", 1),
+            ("from_owners", 3),
+            ("vote", 1),
+        ],
     )
     def test_survivors_keep_their_work_and_repeat_the_round(self, verb: str, nth: int, kind: str) -> None:
         """The fault strikes in the first round, which has three buckets to sum."""

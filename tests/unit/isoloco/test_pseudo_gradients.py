@@ -71,7 +71,7 @@ def combine(
     )
     norms = pseudo_gradients.norms()
     ids = [10 * position for position in range(len(weights))]
-    seconds = {"exchange": 0.0, "orthogonalize": 0.0}
+    seconds = {"exchange": 0.0, "orthogonalize": 0.0, "wait": 0.0}
     combined = pseudo_gradients.combine(Members(ids, weights, local), round_number=1, seconds=seconds)
     gradients = {name: parameter.grad for name, parameter in theta.items() if parameter.grad is not None}
     updates = dict(zip(MATRICES, optimizer.updates(MATRICES), strict=True)) if optimizer.target == "update" else {}
@@ -190,7 +190,7 @@ def test_a_mean_that_is_not_finite_is_seen_by_all() -> None:
             group=None,
             bucket_bytes=99,
         )
-        seconds = {"exchange": 0.0, "orthogonalize": 0.0}
+        seconds = {"exchange": 0.0, "orthogonalize": 0.0, "wait": 0.0}
         with pytest.raises(NonFiniteError, match="non-finite"):
             pseudo_gradients.combine(Members([0, 1], [1.0, 1.0], [position]), round_number=1, seconds=seconds)
         fleet.vote(False)

@@ -42,7 +42,7 @@ def round_of(num_replicas: int, **options: Any) -> tuple[PseudoGradients, Callab
 
     def combine() -> None:
         ids = range(num_replicas)
-        seconds = {"exchange": 0.0, "orthogonalize": 0.0}
+        seconds = {"exchange": 0.0, "orthogonalize": 0.0, "wait": 0.0}
         pseudo_gradients.combine(Members(ids, [1.0] * num_replicas, ids), round_number=1, seconds=seconds)
         pseudo_gradients.norms()
 

@@ -7,17 +7,18 @@ seen on the other, and a vote can come to different ends in different replicas.
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from isoloco.fleet import Done, FleetError, Handle, Meeting, Member, Transfer
 
+T = TypeVar("T")
 PATIENCE = 60.0  # seconds until a test that hangs fails
 
 Fault = Callable[[str], str | None]
-"""Is told what a replica is about to do ("meet", "to_owners", "from_owners", "send", "receive", "vote"); may return
+"""Is told what a replica is about to do (meet, to_owners, work, from_owners, send, receive, vote); may return
 
 - "fail": it fails for this replica and all who need it
 - "fail after": it fails for this replica alone, once its part is done (of a vote: all others commit)
@@ -110,6 +111,15 @@ class ThreadFleet:
         self.num_bytes_sent += (len(everyone) - 1) * part.nbytes
         assert [theirs.numel() for theirs in everyone] == list(sizes)
         return Done([torch.cat(everyone)])
+
+    def work(self, task: Callable[[], T]) -> T:
+        try:
+            result = task()
+        except BaseException:
+            self.hang_up()
+            raise
+        self._everyone_s("work", None)
+        return result
 
     def transfer(self, transfers: Sequence[Transfer | None]) -> Handle[None]:
         (transfer,) = transfers
