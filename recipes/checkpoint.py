@@ -154,7 +154,7 @@ class Checkpoints:
         marker = json.loads((folder / MARKER).read_text())
         state = self._state(outer["tensors"], model, optimizer)
         try:
-            _check_optimizer_state(folder, state["inner"])
+            _check_optimizer_state(folder, state["inner"], state["outer"])
             dcp.load(state, checkpoint_id=folder, process_group=self._group)
         except CheckpointError:
             raise
@@ -229,10 +229,15 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line}"
 
 
-def _check_optimizer_state(folder: Path, wanted: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if a checkpoint lacks one of the ``wanted`` entries of a flat optimizer state."""
+def _check_optimizer_state(folder: Path, inner: Mapping[str, Any], outer: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if a checkpoint lacks one of the entries of a flat inner or of the outer state."""
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    missing = [key for key in wanted if f"inner.{key}" not in saved]
+    if missing := [key for key in outer if f"outer.{key}" not in saved]:
+        raise CheckpointError(
+            f"{folder}: it has no outer state {missing[0]}: it was written with another outer.method or outer.momentum"
+            "; set [outer] as it was or, to start over, say --fresh"
+        )
+    missing = [key for key in inner if f"inner.{key}" not in saved]
     if missing:
         more = f" and {len(missing) - 1} more" * (len(missing) > 1)
         raise CheckpointError(

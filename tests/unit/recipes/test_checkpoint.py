@@ -287,3 +287,16 @@ def test_the_marker_says_what_the_checkpoint_is(checkpoints):
     marker = json.loads((folder_of(store, 4) / "checkpoint.json").read_text())
     assert marker["round"] == 4
     assert set(marker["files"]) == {file.name for file in folder_of(store, 4).iterdir()} - {"checkpoint.json"}
+
+
+def test_outer_state_of_another_method_is_named(checkpoints):
+    """Without outer momentum there is none in the checkpoint."""
+    store = checkpoints()
+    model, optimizer, outer = replica_with_special_parameters("AdamW")
+    store.save(1, outer, model, optimizer)
+    store.wait()
+    outer["tensors"]["momentum_buffer.first.weight"] = torch.zeros(3)
+    with pytest.raises(
+        CheckpointError, match=r"no outer state momentum_buffer\.first\.weight: .* another outer\.method"
+    ):
+        store.load(1, outer, model, optimizer)
