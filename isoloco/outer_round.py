@@ -444,17 +444,9 @@ class OuterRound:
         """Give the state to the joiners that are ours to heal; receive it if we are behind ourselves."""
         if not donor_of:
             return None
-        (replica_id,) = self.fleet.local_replica_ids  # replicas that share one process share one state
         tensors = [local_part(tensor) for tensor in self._named_state().values()]
-        for joiner, donor in donor_of.items():
-            if donor == replica_id:
-                logger.info("group %d: giving round %d to group %d", donor, self.round, joiner)
-                record = self._record() | {"history": self.history}
-                healing.give(self.fleet, joiner, record, tensors, self._bucket_size)
-            if joiner == replica_id:
-                logger.info("group %d: being healed by group %d", joiner, donor)
-                return healing.receive(self.fleet, donor, tensors, self._bucket_size)
-        return None
+        record = self._record() | {"history": self.history}
+        return healing.heal(self.fleet, donor_of, record, tensors, self._bucket_size)
 
     def _check_received(self, healed: healing.Healing, expected: str) -> None:
         """Whether the received state is the donor's, before any of it is used. Raises FleetError."""

@@ -24,19 +24,26 @@ def heal(
     bucket_size: int,
     fault: Fault = lambda verb: None,
 ) -> Any:
-    """Donor 4 heals joiner 9; what the joiner received."""
+    """Donor 4 heals joiners 9 and 11, and 5 has nothing to do with it; what joiner 9 received."""
     network = Network()
-    donor, joiner = ThreadFleet(network, 4), ThreadFleet(network, 9, fault)
+    fleets = {4: ThreadFleet(network, 4), 5: ThreadFleet(network, 5), 9: ThreadFleet(network, 9, fault)}
+    fleets[11] = ThreadFleet(network, 11)
+    states = {4: donor_state, 5: donor_state, 9: joiner_state, 11: joiner_state}
 
-    def give() -> None:
-        donor.meet([{}])
-        healing.give(donor, 9, RECORD, donor_state, bucket_size)
+    def member(replica_id: int) -> healing.Healing | None:
+        fleet = fleets[replica_id]
+        fleet.meet([{}])
+        try:
+            return healing.heal(fleet, {9: 4, 11: 4}, RECORD, states[replica_id], bucket_size)
+        except FleetError:
+            fleet.hang_up()
+            raise
 
-    def receive() -> healing.Healing:
-        joiner.meet([{}])
-        return healing.receive(joiner, 4, joiner_state, bucket_size)
-
-    return run_threads({"donor": give, "joiner": receive})["joiner"]
+    results = run_threads({replica_id: lambda replica_id=replica_id: member(replica_id) for replica_id in fleets})
+    assert results[4] is None
+    assert results[5] is None
+    assert results[11].donor == 4
+    return results[9]
 
 
 @pytest.mark.parametrize("bucket_size", [1, 5, 20, 1000])
