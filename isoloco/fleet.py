@@ -7,7 +7,7 @@ A round is written once, against this protocol; so what a simulation runs is wha
 Every verb takes and returns one entry per local replica, in the order of ``local_replica_ids``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -205,10 +205,11 @@ def SoloFleet(  # noqa: N802 - the name of a fleet, built like one
     return VirtualFleet([replica_id], group=group, device=device)
 
 
-def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
+def sum_in_order(tensors: Iterable[Tensor]) -> Tensor:
     """Left-to-right sum of equally shaped tensors: an order that every fleet keeps, so that all get the same bits."""
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
+    remaining = iter(tensors)
+    total = next(remaining).clone()
+    for tensor in remaining:
         total.add_(tensor)
     return total
 

@@ -37,6 +37,11 @@ def with_local_part(tensor: Tensor, local: Tensor) -> Tensor:
     return DTensor(local, tensor._spec, requires_grad=False)
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether this rank's part of a tensor holds neither NaN nor Inf."""
+    return all(bool(part.isfinite().all()) for (part,) in chunks(local_part(tensor)))
+
+
 def chunks(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
     """Corresponding views of equally shaped plain tensors, a bounded number of elements at a time.
 

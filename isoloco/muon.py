@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw as adamw_update
 from isoloco.local_part import chunks, local_part
 from isoloco.matrix_role import matrix_role
 from isoloco.newton_schulz import coefficient_triples, divide_by_norm, independent, orthogonalize
+from isoloco.optimizer_state import state_dtype, zero_state
 from isoloco.parameter_names import SplitSizes, matching_names, matrices, named_tensors
 from isoloco.whole_matrix import Job, WholeMatrices
 
@@ -200,7 +201,7 @@ class Muon(torch.optim.Optimizer):
             return
         group = self.param_groups[0]
         states = [self._state_of(parameter) for parameter in parameters]
-        dtypes = [_state_dtype(parameter) for parameter in parameters]
+        dtypes = [state_dtype(parameter) for parameter in parameters]
         # Of narrower parameters copies, to be rounded once, at the end; of others their own memory.
         weights = [local_part(parameter).to(dtype) for parameter, dtype in zip(parameters, dtypes, strict=True)]
         adamw_update(
@@ -231,12 +232,12 @@ class Muon(torch.optim.Optimizer):
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             if parameter in self._matrices:
-                state["momentum_buffer"] = _zeros_like(parameter)
+                state["momentum_buffer"] = zero_state(parameter)
             else:
                 on_device = self.adamw_implementation == "fused"  # where torch's fused kernel wants it
                 state["step"] = torch.zeros((), device=parameter.device if on_device else "cpu", dtype=torch.float32)
-                state["exp_avg"] = _zeros_like(parameter)
-                state["exp_avg_sq"] = _zeros_like(parameter)
+                state["exp_avg"] = zero_state(parameter)
+                state["exp_avg_sq"] = zero_state(parameter)
         return state
 
     def _complete_state(self) -> None:
@@ -331,14 +332,6 @@ def _hidden_matrices(
             shape = tuple(parameters[name].shape)
             raise ValueError(f"{option}: {name} of shape {shape} is no hidden matrix: AdamW updates it as it is")
     return {parameters[name]: blocks for name, blocks in found.items()}
-
-
-def _state_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def _zeros_like(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter, dtype=_state_dtype(parameter))
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from isoloco.isotropic import ORTHOGONALIZERS, check_isotropic_options, make_isotropic
-from isoloco.local_part import chunks, local_part
+from isoloco.local_part import chunks, is_finite, local_part
+from isoloco.optimizer_state import state_dtype, zero_state
 from isoloco.parameter_names import matrices, named_tensors
 from isoloco.whole_matrix import Job, WholeMatrices
 
@@ -33,14 +34,13 @@ class OuterOptimizer(torch.optim.Optimizer):
     - ``"heavy_ball"`` (learning rate inside): B ← μB − ηΔ; P = −B; θ ← θ − P
 
     ``momentum=0`` is plain SGD and has no state. ``isotropic``: None is DiLoCo (the options below have no effect then);
-    ``"svd"`` and ``"newton_schulz"`` are
-    IsoLoCo (Algorithm 2 and section 4.3) with ``scale``, ``clip`` and ``coefficients`` as in
-    :func:`~isoloco.isotropic.isotropic`. It is applied to every tensor of exactly two dims, both larger than one, that
-    ``exclude`` (names or patterns) leaves in, and to those of more dims that ``stacks`` (names or patterns) declares to
-    be stacks (..., m, n) of independent matrices. ``split_sizes`` (name or pattern -> rows of each block) declares
-    fused matrices such as q|k|v, whose blocks are matrices of their own. It is applied to Δ before momentum
-    (``target="gradient"``) or to P after it (``"update"``); always to whole matrices, each on the one rank that owns
-    it (:class:`~isoloco.whole_matrix.WholeMatrices`), so it is a collective over the meshes of the DTensors.
+    ``"svd"`` and ``"newton_schulz"`` are IsoLoCo (Algorithm 2 and section 4.3) with ``scale``, ``clip`` and
+    ``coefficients`` as in :func:`~isoloco.isotropic.isotropic`. It is applied to every tensor of exactly two dims, both
+    larger than one, that ``exclude`` (names or patterns) leaves in, and to those of more dims that ``stacks`` (names or
+    patterns) declares to be stacks (..., m, n) of independent matrices. ``split_sizes`` (name or pattern -> rows of
+    each block) declares fused matrices such as q|k|v, whose blocks are matrices of their own. It is applied to Δ before
+    momentum (``target="gradient"``) or to P after it (``"update"``); always to whole matrices, each on the one rank
+    that owns it (:class:`~isoloco.whole_matrix.WholeMatrices`), so it is a collective over the meshes of the DTensors.
 
     State and arithmetic are fp32 (fp64 for fp64 parameters), multiplication and addition rounded separately, so that
     all machines compute the same bits. The state exists from the start and is placed like its parameter: parameters on
@@ -103,7 +103,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         self._updates: dict[str, Tensor] = {}  # target "update": isotropic P of matrices, until it is applied
         if momentum != 0:
             for parameter in self._named.values():
-                self.state[parameter]["momentum_buffer"] = _zero_buffer(parameter)
+                self.state[parameter]["momentum_buffer"] = zero_state(parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.param_groups:
@@ -120,7 +120,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         findings = torch.zeros(4, len(self._named), dtype=torch.int32)  # finite, present, absent, dense: 1 or 0
         for number, gradient in enumerate(parameter.grad for parameter in self._named.values()):
             dense = gradient is None or gradient.layout == torch.strided
-            finite = gradient is None or not dense or _is_finite(gradient)
+            finite = gradient is None or not dense or is_finite(gradient)
             findings[:, number] = torch.tensor([finite, gradient is not None, gradient is None, dense])
         for mesh in dict.fromkeys(p.device_mesh for p in self._named.values() if isinstance(p, DTensor)):
             on_mesh = findings.to(mesh.device_type)
@@ -182,7 +182,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         parameter = self._named[name]
         assert parameter.grad is not None
         lr, momentum = self._rates()
-        update = _zero_buffer(parameter)
+        update = zero_state(parameter)
         parts = [local_part(update), local_part(parameter.grad)]
         if momentum != 0:
             parts.append(local_part(self.state[parameter]["momentum_buffer"]))
@@ -215,7 +215,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         for name, parameter in self._named.items():
             if parameter.grad is None:
                 continue
-            dtype = _state_dtype(parameter)
+            dtype = state_dtype(parameter)
             parts = [local_part(parameter), local_part(parameter.grad)]
             if momentum != 0:
                 parts.append(local_part(self.state[parameter]["momentum_buffer"]))
@@ -249,7 +249,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         """
         for name in names:
             if name not in self._updates:
-                self._updates[name] = _zero_buffer(self._named[name])
+                self._updates[name] = zero_state(self._named[name])
         return [self._updates[name] for name in names]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -285,18 +285,6 @@ class OuterOptimizer(torch.optim.Optimizer):
                 continue
             buffer = buffers[parameter]
             if buffer is None:
-                buffer = _zero_buffer(parameter)
+                buffer = zero_state(parameter)
             buffer.copy_(saved)
             self.state[parameter]["momentum_buffer"] = buffer
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return all(bool(torch.isfinite(part).all()) for (part,) in chunks(local_part(tensor)))
-
-
-def _state_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def _zero_buffer(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter, dtype=_state_dtype(parameter), requires_grad=False)

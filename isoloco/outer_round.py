@@ -35,6 +35,7 @@ from isoloco.ledger import Ledger
 from isoloco.local_part import local_part, with_local_part
 from isoloco.outer_optimizer import NonFiniteError, OuterOptimizer
 from isoloco.pseudo_gradients import Members, PseudoGradients
+from isoloco.timed import timed
 
 logger = logging.getLogger("isoloco")
 
@@ -306,7 +307,7 @@ class OuterRound:
             failure = error
         if not self.fleet.vote(staged is not None) or staged is None:
             raise failure or FleetError("another group could not finish the round")
-        with _timed(seconds, "apply"):
+        with timed(seconds, "apply"):
             missed = self._adopt(staged.healed) if staged.healed is not None else []
             rows = self._commit(weights) if commit else []
             self.run_id = home(members).run_id or _new_run_id(members)
@@ -358,7 +359,7 @@ class OuterRound:
         Raises FleetError on all ranks of this group if it fails on one.
         """
         staged = _Staged()
-        with _timed(seconds, "heal"):
+        with timed(seconds, "heal"):
             staged.healed = together(self.fleet, lambda: self._heal(donor_of))
         if any(weights.values()):
             attending = Members([m.replica_id for m in members], [weights[m.replica_id] for m in members], local)
@@ -512,7 +513,7 @@ class OuterRound:
 
 def host_copy(parameter: Tensor) -> Tensor:
     """An fp32 copy of a parameter on the host, sharded like it: what stays of θ between rounds, off the device."""
-    local = local_part(parameter).detach()
+    local = local_part(parameter)
     copy = torch.empty(local.shape, dtype=torch.float32, device="cpu", pin_memory=local.device.type == "cuda")
     return with_local_part(parameter, copy.copy_(local))
 
@@ -532,17 +533,3 @@ def _medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | None
         return None
     before, after = (sorted(values)[len(pairs) // 2] for values in zip(*pairs, strict=True))
     return before, after
-
-
-class _timed:  # noqa: N801 - reads as a statement
-    """Add the seconds that a block takes to ``seconds[key]``."""
-
-    def __init__(self, seconds: dict[str, float], key: str) -> None:
-        self._seconds = seconds
-        self._key = key
-
-    def __enter__(self) -> None:
-        self._started = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._key] += time.monotonic() - self._started

@@ -5,7 +5,6 @@ The reference parameters θ and all that is computed here live on the host; the 
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -19,9 +18,10 @@ from isoloco.aggregate import Aggregation
 from isoloco.buckets import Span, whole_spans
 from isoloco.digest import counted_here
 from isoloco.exchange import Exchange, owned_spans, share_out
-from isoloco.fleet import Fleet, together
-from isoloco.local_part import chunks, local_part, with_local_part
+from isoloco.fleet import Fleet, sum_in_order, together
+from isoloco.local_part import chunks, is_finite, local_part, with_local_part
 from isoloco.outer_optimizer import NonFiniteError, OuterOptimizer
+from isoloco.timed import timed
 from isoloco.whole_matrix import Job
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class PseudoGradients:
         self._aggregation = aggregation
         self._group = group
         self._bucket_bytes = bucket_bytes
-        self._corrected = {self._names.index(name) for name in optimizer.split_sizes}
+        self._corrected = sorted(self._names.index(name) for name in optimizer.split_sizes)
         self._merged = {i for i, theta in enumerate(self._reference) if aggregation.needs_every_delta(theta.shape)}
 
     def norms(self) -> list[float]:
@@ -117,22 +117,21 @@ class PseudoGradients:
             gradients[index] = local_part(theta.grad).view(-1)
         products = torch.zeros(1 + len(members.weights), dtype=torch.float64)  # of Δ̄ with itself and with every Δᵢ
 
-        with _timed(seconds, "exchange"):
+        with timed(seconds, "exchange"):
             summed = [[span for span in mine if span.index not in self._merged] for mine in spans]
             self._sum(members, summed, gradients, products)
         if self._merged:
             self._merge(members, whole, products, round_number=round_number, seconds=seconds)
         if self._optimizer.target == "update":
-            with _timed(seconds, "exchange"):  # momentum takes in Δ̄, whatever becomes of the update
+            with timed(seconds, "exchange"):  # momentum takes in Δ̄, whatever becomes of the update
                 together(self.fleet, partial(self._exchange(members, spans).from_owners, gradients))
-        own = [self._names[index] for position in members.local for index in whole[position]]
+        own = [index for position in members.local for index in whole[position]]
         stable_ranks = self._work(partial(self._correct, own), seconds)
         if not self._is_finite(own):
             products[0] = math.nan  # all groups learn it with what the owners have found
-        with _timed(seconds, "exchange"):
+        with timed(seconds, "exchange"):
             if self._optimizer.target == "update":
-                updates = self._optimizer.updates([self._names[index] for index in sorted(self._corrected)])
-                gradients = dict(zip(sorted(self._corrected), (local_part(u).view(-1) for u in updates), strict=True))
+                gradients = {i: local_part(self._update(i)).view(-1) for i in self._corrected}
                 spans = [[span for span in mine if span.index in self._corrected] for mine in spans]
             together(self.fleet, partial(self._exchange(members, spans).from_owners, gradients))
             return self._share_findings(members, products, stable_ranks, whole)
@@ -145,7 +144,7 @@ class PseudoGradients:
         owners = members.counted if len(members.local) == 1 else members.counted[:1]
         shapes = [theta.shape for theta in self._reference]
         sizes = [local_part(theta).numel() for theta in self._reference]
-        shares = share_out(shapes, sorted(self._corrected | self._merged), len(owners))
+        shares = share_out(shapes, sorted({*self._corrected, *self._merged}), len(owners))
         whole: list[list[int]] = [[] for _ in members.weights]
         spans: list[list[Span]] = [[] for _ in members.weights]
         for owner, mine, elements in zip(owners, shares, owned_spans(sizes, shares), strict=True):
@@ -166,12 +165,9 @@ class PseudoGradients:
 
     def _mean(self, members: Members, parts: Sequence[Tensor], products: Tensor, index: int) -> Tensor:
         """Σ wᵢ Δᵢ / Σ wᵢ of a span of tensor ``index``, given Δᵢ of all members; its ``products`` are added up."""
-        # One after the other in replica order, and each product and sum rounded by itself: the same bits everywhere.
-        first, *others = members.counted
-        mean = parts[first].mul(members.weights[first])
-        for position in others:
-            mean.add_(parts[position].mul(members.weights[position]))
-        mean.div_(sum(members.weights))
+        # Each product and each sum is rounded by itself: the same bits everywhere.
+        weighted = (parts[position].mul(members.weights[position]) for position in members.counted)
+        mean = sum_in_order(weighted).div_(sum(members.weights))
         if counted_here(self._reference[index], self._group):
             for wide, *deltas in chunks(mean, *parts):
                 wide = wide.double()
@@ -232,7 +228,7 @@ class PseudoGradients:
                 ]
                 return torch.stack(merged_tensors)
 
-            with _timed(seconds, "exchange"):
+            with timed(seconds, "exchange"):
                 exchange = self._exchange(members, [whole_spans(sizes, indices) for indices in wave])
                 together(self.fleet, partial(exchange.to_owners, partial(self._contribute, members), take))
             jobs = []
@@ -246,7 +242,7 @@ class PseudoGradients:
         """What an owner does with its tensors, for as long as it takes; returns when all owners are done."""
 
         def timed_task() -> T:
-            with _timed(own, "orthogonalize"):
+            with timed(own, "orthogonalize"):
                 return task()
 
         own = {"orthogonalize": 0.0}
@@ -256,45 +252,42 @@ class PseudoGradients:
         seconds["wait"] += monotonic() - started - own["orthogonalize"]
         return result
 
-    def _correct(self, names: Sequence[str]) -> Tensor:
-        """Correct the matrices among ``names``. (2·matrices,): the stable ranks of those worked on in this group."""
-        order = sorted(self._corrected)
-        stable_ranks = torch.zeros(2 * len(order), dtype=torch.float64)
+    def _correct(self, own: Sequence[int]) -> Tensor:
+        """Correct the matrices among ``own``. (2·matrices,): the stable ranks of those worked on in this group."""
+        stable_ranks = torch.zeros(2 * len(self._corrected), dtype=torch.float64)
         try:
-            worked_on = self._optimizer.correct(names)
+            worked_on = self._optimizer.correct([self._names[index] for index in own])
         except NonFiniteError:
             worked_on = {}  # the others must see it, too: it goes back to them as it is
         for name, pair in worked_on.items():
-            place = order.index(self._names.index(name))
+            place = self._corrected.index(self._names.index(name))
             stable_ranks[2 * place : 2 * place + 2] = torch.tensor(pair)
         # Not the sum: a plain tensor is worked on by every rank.
         return self._reduce(stable_ranks, dist.ReduceOp.MAX)
 
-    def _is_finite(self, names: Sequence[str]) -> bool:
+    def _update(self, index: int) -> Tensor:
+        """The corrected update of a matrix, for ``target="update"``."""
+        (update,) = self._optimizer.updates([self._names[index]])
+        return update
+
+    def _is_finite(self, own: Sequence[int]) -> bool:
         """Whether what this rank has of these tensors may be sent to all: what overflows in a correction may not."""
-        corrected = [name for name in names if self._names.index(name) in self._corrected]
-        tensors = [self._reference[self._names.index(name)].grad for name in names]
+        tensors = [self._reference[index].grad for index in own]
         if self._optimizer.target == "update":
-            tensors += self._optimizer.updates(corrected)
-        return all(
-            bool(part.isfinite().all())
-            for tensor in tensors
-            if tensor is not None
-            for (part,) in chunks(local_part(tensor))
-        )
+            tensors += [self._update(index) for index in own if index in self._corrected]
+        return all(is_finite(tensor) for tensor in tensors if tensor is not None)
 
     def _share_findings(
         self, members: Members, products: Tensor, stable_ranks: Tensor, whole: Sequence[Sequence[int]]
     ) -> Combined:
         """Add up what the owners have found out about their tensors. Raises FleetError and NonFiniteError."""
-        order = sorted(self._corrected)
         # One row: the stable ranks of all matrices, and of every member its products.
         findings = torch.cat((stable_ranks, torch.zeros(len(whole) * len(products), dtype=torch.float64)))
         by_member = findings[len(stable_ranks) :].view(len(whole), -1)
         by_member[members.local[0]] = self._reduce(products, dist.ReduceOp.SUM)
         spans = []
         for position, mine in enumerate(whole):
-            places = [order.index(index) for index in mine if index in self._corrected]
+            places = [self._corrected.index(index) for index in mine if index in self._corrected]
             offset = len(stable_ranks) + position * len(products)
             spans.append([Span(0, 2 * place, 2 * place + 2) for place in places])
             spans[-1].append(Span(0, offset, offset + len(products)))
@@ -320,12 +313,3 @@ class PseudoGradients:
         if self._group is not None:
             dist.all_reduce(values, operation, group=self._group)
         return values
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], key: str) -> Iterator[None]:
-    started = monotonic()
-    try:
-        yield
-    finally:
-        seconds[key] += monotonic() - started

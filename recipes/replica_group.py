@@ -182,6 +182,7 @@ def build_outer(
 ) -> OuterRound:
     """The outer rule, at the newest checkpoint if there is one, with the fleet that it meets."""
     settings, groups = recipe.outer, recipe.fault_tolerance
+    bucket_bytes = int(settings.bucket_mb * 2**20)
     restorable = same_in_group(checkpoints.restorable_rounds(), rank.control)
 
     def restore(round_number: int) -> None:
@@ -207,7 +208,7 @@ def build_outer(
             target=settings.target,
             exclude=settings.exclude,
             coefficients=settings.coefficients,
-            bucket_bytes=int(settings.bucket_mb * 2**20),
+            bucket_bytes=bucket_bytes,
             device=rank.device,
         ),
         Ledger(len(samples)),
@@ -220,7 +221,7 @@ def build_outer(
         min_replica_size=min_replica_groups(recipe),
         group=rank.control,
         aggregation=build_aggregation(settings),
-        bucket_bytes=int(settings.bucket_mb * 2**20),
+        bucket_bytes=bucket_bytes,
         start_wait_seconds=groups.start_wait_seconds,
         max_retries=groups.max_exchange_retries,
         restorable_rounds=restorable,
