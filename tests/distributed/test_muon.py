@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from isoloco.muon import SCALES, Muon
+from tests.distributed.sharded_cases import LAYOUTS, WORLDS_AND_LAYOUTS, awkward_matrices, shard
 from tests.run_ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -30,60 +30,21 @@ OPTIONS = {
     "fused_rows": {"split_sizes": {"layers.0.tall.weight": (50, 46), "layers.0.odd_rows.weight": (1, 64)}},
 }
 
-# (mesh shape, placement on each mesh axis)
-Layout = tuple[tuple[int, ...], tuple[Placement, ...]]
-LAYOUTS: dict[int, dict[str, Layout]] = {
-    2: {
-        "rows": ((2,), (Shard(0),)),  # FSDP2, or tensor parallel by columns of the layer
-        "columns": ((2,), (Shard(1),)),  # tensor parallel by rows of the layer
-        "replicated": ((2,), (Replicate(),)),
-    },
-    4: {
-        "rows": ((4,), (Shard(0),)),
-        "columns": ((4,), (Shard(1),)),
-        "fsdp_and_columns": ((2, 2), (Shard(0), Shard(1))),
-        "fsdp_and_rows": ((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
-        "fsdp_and_replicated": ((2, 2), (Shard(0), Replicate())),
-    },
-}
-WORLDS_AND_LAYOUTS = [(world_size, layout) for world_size, layouts in LAYOUTS.items() for layout in layouts]
-
 
 def gradients(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def gaussian(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    named = awkward_matrices(seed)
+    others = awkward_matrices(100 + seed)
     return {
-        "layers.0.tall.weight": gaussian(96, 64),
-        "layers.0.wide.weight": gaussian(64, 96),
-        "layers.0.square.weight": gaussian(64, 64),
-        "layers.1.square.weight": gaussian(64, 64),
-        "layers.0.odd_rows.weight": gaussian(65, 33),
-        "layers.0.few_rows.weight": gaussian(3, 8),  # fewer rows than four ranks: empty shards
-        "layers.0.single_row.weight": gaussian(1, 64),
-        "layers.0.deficient.weight": gaussian(64, 5) @ gaussian(5, 48),
-        "layers.0.zero.weight": torch.zeros(64, 48),
-        "layers.0.tiny.weight": 1e-20 * gaussian(64, 48),
-        "layers.0.huge.weight": 1e20 * gaussian(64, 48),
-        "layers.0.norm.weight": gaussian(65),
-        "output.weight": gaussian(33, 16),
+        "layers.0.norm.weight": named.pop("gain"),
+        **{f"layers.0.{name}.weight": matrix for name, matrix in named.items()},
+        "layers.1.square.weight": others["square"],
+        "output.weight": others["odd_rows"][:33, :16].contiguous(),
     }
 
 
 NAMES = tuple(gradients(0))
 OF_ADAMW = ("layers.0.single_row.weight", "layers.0.norm.weight", "output.weight")
 STATE = ("momentum_buffer", "exp_avg", "exp_avg_sq")
-
-
-def shard(tensor: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    # a vector has no columns to cut: tensor parallelism replicates it
-    placements = tuple(
-        Replicate() if isinstance(placement, Shard) and placement.dim >= tensor.dim() else placement
-        for placement in placements
-    )
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
 def trained(place: Callable[[Tensor], Tensor], dtype: torch.dtype, options: dict) -> dict[str, Tensor]:

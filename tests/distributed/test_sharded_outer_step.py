@@ -9,15 +9,15 @@ import functools
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from isoloco.digest import digest
 from isoloco.isotropic import isotropic
 from isoloco.outer_optimizer import OuterOptimizer
+from tests.distributed.sharded_cases import LAYOUTS, WORLDS_AND_LAYOUTS, awkward_matrices, shard
 from tests.run_ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -29,64 +29,18 @@ METHODS = {
     "diloco": {"isotropic": None},
 }
 
-# (mesh shape, placement on each mesh axis)
-Layout = tuple[tuple[int, ...], tuple[Placement, ...]]
-LAYOUTS: dict[int, dict[str, Layout]] = {
-    2: {
-        "rows": ((2,), (Shard(0),)),  # FSDP2, or tensor parallel by columns of the layer
-        "columns": ((2,), (Shard(1),)),  # tensor parallel by rows of the layer
-        "replicated": ((2,), (Replicate(),)),
-    },
-    4: {
-        "rows": ((4,), (Shard(0),)),
-        "columns": ((4,), (Shard(1),)),
-        "fsdp_and_columns": ((2, 2), (Shard(0), Shard(1))),
-        "fsdp_and_rows": ((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
-        "fsdp_and_replicated": ((2, 2), (Shard(0), Replicate())),
-    },
-}
 CASES = ("tall", "wide", "square", "odd_rows", "few_rows", "single_row", "deficient", "zero", "tiny", "huge", "gain")
-
-
-def pseudo_gradients(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def gaussian(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    return {
-        "tall": gaussian(96, 64),
-        "wide": gaussian(64, 96),
-        "square": gaussian(64, 64),
-        "odd_rows": gaussian(65, 33),
-        "few_rows": gaussian(3, 8),  # fewer rows than four ranks: empty shards
-        "single_row": gaussian(1, 64),
-        "deficient": gaussian(64, 5) @ gaussian(5, 48),
-        "zero": torch.zeros(64, 48),
-        "tiny": 1e-20 * gaussian(64, 48),
-        "huge": 1e20 * gaussian(64, 48),
-        "gain": gaussian(65),
-    }
 
 
 def initial_parameters() -> dict[str, torch.Tensor]:
     # as large as the pseudo-gradients, so that errors of the step are not hidden by the parameter's size
-    return pseudo_gradients(seed=0)
-
-
-def shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    # a vector has no columns to cut: tensor parallelism replicates it
-    placements = tuple(
-        Replicate() if isinstance(placement, Shard) and placement.dim >= tensor.dim() else placement
-        for placement in placements
-    )
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+    return awkward_matrices(seed=0)
 
 
 def two_rounds(parameters: dict[str, torch.Tensor], place, options: dict) -> OuterOptimizer:
     optimizer = OuterOptimizer(parameters.items(), lr=0.7, momentum=0.8, **options)
     for seed in (1, 2):
-        for name, gradient in pseudo_gradients(seed).items():
+        for name, gradient in awkward_matrices(seed).items():
             parameters[name].grad = place(gradient)
         optimizer.step()
     return optimizer
@@ -125,7 +79,7 @@ def measure_outer_steps(world_size: int) -> dict:
 
 def orthogonalize_shards() -> tuple[float, float]:
     """Relative distance to Iso of the whole: of what isotropic() makes of a DTensor, and of what it makes of shards."""
-    matrix = pseudo_gradients(seed=1)["tall"]
+    matrix = awkward_matrices(seed=1)["tall"]
     sharded = shard(matrix, init_device_mesh("cpu", (2,)), (Shard(0),))
     exact = isotropic(matrix)
     by_shard = DTensor.from_local(isotropic(sharded.to_local()), sharded.device_mesh, sharded.placements)
@@ -195,9 +149,6 @@ def measure(world_size: int) -> dict:
 def worlds() -> dict[int, list[dict]]:
     """By world size, what each rank measured."""
     return {world_size: run_ranks(world_size, measure, world_size) for world_size in LAYOUTS}
-
-
-WORLDS_AND_LAYOUTS = [(world_size, layout) for world_size, layouts in LAYOUTS.items() for layout in layouts]
 
 
 @pytest.mark.parametrize("method", METHODS)
